@@ -1,0 +1,5 @@
+"""Command line of Headrace."""
+
+
+def main() -> int:
+    raise SystemExit("the command line is not built yet")

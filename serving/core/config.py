@@ -1,0 +1,74 @@
+"""Frozen configuration of the scheduler and its bounds."""
+
+from dataclasses import dataclass
+
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.plan import Bucket, ProgramKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """num_pages counts the null page 0. max_context: prompt and output tokens of one sequence.
+
+    chunk_tokens: most prefill tokens of a step (the step token budget beside the decode rows); a multiple of
+    block_tokens. block_tokens: a prefill segment is padded to whole query blocks; a multiple of page_size.
+    decode_rows: ascending ladder of decode programs, the last is num_slots. prefill_tokens: ascending ladder of mixed
+    programs, the last is chunk_tokens; each mixed program also holds num_slots decode rows.
+    max_segments: most prefill segments (sampled rows of prefill) in a step.
+    """
+
+    num_slots: int
+    page_size: int
+    num_pages: int
+    max_context: int
+    chunk_tokens: int
+    block_tokens: int
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    max_segments: int = 4
+    max_queued_requests: int = 512
+    max_queued_prompt_tokens: int = 524_288
+    prefix_cache: bool = True
+    max_steps_in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, text: str) -> None:
+            if not ok:
+                raise ConfigError(text)
+
+        need(self.num_slots >= 1, f"num_slots is {self.num_slots}; it must be at least 1")
+        need(self.page_size >= 1, f"page_size is {self.page_size}; it must be at least 1")
+        need(self.num_pages >= 2, f"num_pages is {self.num_pages}; page 0 is reserved, so at least 2 are needed")
+        need(self.max_context >= 2, f"max_context is {self.max_context}; it must be at least 2")
+        need(
+            self.block_tokens % self.page_size == 0,
+            f"block_tokens {self.block_tokens} must be a multiple of page_size {self.page_size}",
+        )
+        need(
+            self.chunk_tokens % self.block_tokens == 0 and self.chunk_tokens > 0,
+            f"chunk_tokens {self.chunk_tokens} must be a positive multiple of block_tokens {self.block_tokens}",
+        )
+        for name, ladder, last in (
+            ("decode_rows", self.decode_rows, self.num_slots),
+            ("prefill_tokens", self.prefill_tokens, self.chunk_tokens),
+        ):
+            need(
+                bool(ladder) and list(ladder) == sorted(set(ladder)) and ladder[0] >= 1 and ladder[-1] == last,
+                f"{name} {ladder} must ascend and end with {last}",
+            )
+        need(
+            all(t % self.block_tokens == 0 for t in self.prefill_tokens),
+            f"prefill_tokens {self.prefill_tokens} must be multiples of block_tokens {self.block_tokens}",
+        )
+        need(self.max_steps_in_flight in (1, 2), "max_steps_in_flight must be 1 or 2")
+
+    @property
+    def max_pages_per_sequence(self) -> int:
+        return -(-self.max_context // self.page_size)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every program that a step may ask for; warm-up compiles exactly these."""
+        decode = tuple(Bucket(ProgramKind.DECODE, rows) for rows in self.decode_rows)
+        mixed = tuple(Bucket(ProgramKind.MIXED, self.num_slots, tokens) for tokens in self.prefill_tokens)
+        return decode + mixed

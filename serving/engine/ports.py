@@ -1,0 +1,54 @@
+"""What the step loop needs from outside; injected, so that the loop runs with fakes and without JAX."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.serving.core.plan import StepPlan, StepResult
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+
+class Ticket(Protocol):
+    """A dispatched step; opaque outside the runner that made it."""
+
+    @property
+    def step_id(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledProgram:
+    """One line of the warm-up ledger."""
+
+    name: str
+    seconds: float
+    temp_bytes: int
+    from_cache: bool
+
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, total), called while something long runs."""
+
+
+class Runner(Protocol):
+    """Owns device arrays and compiled programs."""
+
+    def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
+        """Compile and run every program once; afterwards a compile is a bug."""
+        ...
+
+    def dispatch(self, plan: StepPlan) -> Ticket:
+        """Start a step; returns at once. At most ``max_steps_in_flight`` tickets are uncollected."""
+        ...
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step, in dispatch order: the only blocking device-to-host read."""
+        ...
+
+    def compiles_after_ready(self) -> int:
+        """Compiles seen since warm_up returned."""
+        ...

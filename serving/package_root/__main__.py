@@ -1,0 +1,3 @@
+from headrace.serving.cli import main
+
+raise SystemExit(main())
