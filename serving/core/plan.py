@@ -6,7 +6,7 @@ a slot, since its generation differs.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from headrace.serving.core.request import Request
 
@@ -19,7 +19,7 @@ class SlotRef:
     generation: int
 
 
-class ProgramKind(str, Enum):
+class ProgramKind(StrEnum):
     DECODE = "decode"
     MIXED = "mixed"
 

@@ -1,7 +1,7 @@
 """A request: immutable and validated. Everything behind admission may assume that these ranges hold."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NewType
 
 RequestId = NewType("RequestId", int)
@@ -13,14 +13,14 @@ MAX_STOP_IDS = 32
 """Most stop ids per request, end-of-sequence ids included; the width of the device's hold-off list."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
 
 
-class CancelReason(str, Enum):
+class CancelReason(StrEnum):
     """Why somebody outside the scheduler ended a request."""
 
     CLIENT = "client"
@@ -30,7 +30,7 @@ class CancelReason(str, Enum):
     SHUTDOWN = "shutdown"
 
 
-class RejectionReason(str, Enum):
+class RejectionReason(StrEnum):
     QUEUE_FULL = "queue_full"
     CONTEXT_EXCEEDED = "context_exceeded"
     NEVER_FITS = "never_fits"
