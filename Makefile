@@ -1,0 +1,70 @@
+# make serve            set everything up and start the server       (ARGS="--port 9000 …" goes to headrace serve)
+# make test             set everything up and run the tests          (TESTS="tests/serving/core -k pages" picks some)
+# make lint             ruff and mypy
+# make check-NAME       a heavier bar; writes evidence/NAME.json      (make checks lists them)
+# make protocol         write PROTOCOL.md from the message schema
+# PYTHON=python3.13 picks the interpreter; one of another version than python3 gets a .venv-3.13 of its own.
+
+PYTHON ?= python3
+ARGS ?=
+TESTS ?=
+
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+python_version := $(call version,$(PYTHON))
+ifeq ($(python_version),$(call version,python3))
+VENV ?= .venv
+else
+VENV ?= .venv-$(python_version)
+endif
+BIN := $(VENV)/bin
+
+CHECKS := golden metamorphic load faults start bench
+STRICT := core engine edge
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint typecheck protocol checks venv venv-dev clean $(CHECKS:%=check-%)
+
+help:
+	@sed -n '/^#/!q; s/^# //p' Makefile
+
+python:
+	@test -n "$(python_version)" || { \
+	  echo "headrace: '$(PYTHON)' does not run here; name a Python 3.11 or newer with PYTHON=…" >&2; exit 2; }
+.PHONY: python
+
+venv: python
+	@$(PYTHON) scripts/make_venv.py $(VENV)
+
+venv-dev: python
+	@$(PYTHON) scripts/make_venv.py $(VENV) dev
+
+serve: venv
+	@exec $(BIN)/headrace serve $(ARGS)
+
+test: venv-dev
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: venv-dev typecheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The import package is put together from several folders; mypy wants to see it as one tree.
+typecheck: venv-dev
+	@rm -rf .typecheck && mkdir -p .typecheck/headrace
+	@ln -s ../../serving/package_root/__init__.py ../../serving/package_root/py.typed .typecheck/headrace/
+	@for folder in model serving pallas_kernels sharding; do ln -s ../../$$folder .typecheck/headrace/; done
+	cd .typecheck && $(abspath $(BIN))/python -m mypy --config-file ../pyproject.toml \
+	  --cache-dir ../.mypy_cache --python-executable $(abspath $(BIN))/python $(STRICT:%=-p headrace.serving.%)
+
+protocol: venv-dev
+	$(BIN)/python scripts/make_protocol.py
+
+checks:
+	@printf 'make check-%s\n' $(CHECKS)
+
+$(CHECKS:%=check-%): check-%: venv-dev
+	@mkdir -p evidence
+	$(BIN)/python scripts/check_$*.py --out evidence/$*.json
+
+clean:
+	rm -rf .typecheck .mypy_cache .ruff_cache .pytest_cache
