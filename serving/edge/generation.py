@@ -1,0 +1,318 @@
+"""One choice of a request: token events of the engine in, merged text deltas and exactly one terminal out.
+
+Everything unsent is merged into one pending delta, so a slow reader costs memory in proportion to the output and never
+holds cache pages. Work per token is constant: bytes of the token through an incremental decoder, characters of the
+text through the stop matcher.
+
+Rules that hold in every mode:
+
+* A stop id counts as a token and appears in token_ids and logprobs; its text does not, unless stop text is included.
+* Usage ends with the token that completed a stop string. The engine is then told to stop; what it still sends is
+  dropped. Text behind the stop string is never shown.
+* Stop strings are looked for in text generated after min_tokens; a match does not reach back before it.
+* Logprobs and token ids belong to tokens, text to characters: text may be held back (a character cut between tokens,
+  a possible beginning of a stop string) while its token is already reported. At the end both are complete.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Protocol
+
+from headrace.serving.core.events import Finished, Timings, TokenEvent
+from headrace.serving.core.plan import TokenLogprobs
+from headrace.serving.core.request import CancelReason, FinishReason, Request, RequestId
+from headrace.serving.edge.errors import ApiError, engine_lost, from_finished, from_rejection
+from headrace.serving.engine.messages import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    token_bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLogprob:
+    """Of the model's own distribution. top: sorted downwards, ties by lower id; without the chosen token when it is
+    not among the best. rank: 1 = most likely."""
+
+    token_id: int
+    token_bytes: bytes
+    logprob: float
+    rank: int
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Everything new since the last take.
+
+    text may be empty while num_tokens is not. token_ids is empty unless the request asked for them; logprobs likewise.
+    first: no earlier delta of this choice exists (it carries the role of a chat). completion_tokens: so far.
+    """
+
+    text: str
+    num_tokens: int
+    completion_tokens: int
+    first: bool
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[ChosenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The good terminal. finish_reason: stop, length or cancelled. stop_reason: the stop string or stop id."""
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The bad terminal: refused late, failed in the engine, or the engine was lost."""
+
+    error: ApiError
+
+
+Outcome = Delta | Done | Failure
+
+
+class TextDecoder(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+    def flush(self) -> str: ...
+
+
+class StopSearch(Protocol):
+    def push(self, text: str) -> tuple[str, str | None]: ...
+    def flush(self) -> str: ...
+
+
+class GenerationWatcher(Protocol):
+    """Told what happens to a choice, for metrics and accounting; called on the event loop."""
+
+    def on_token(self, generation: "Generation", now_s: float, previous_s: float | None) -> None: ...
+    def on_end(self, generation: "Generation", outcome: Done | Failure, now_s: float) -> None: ...
+
+
+class Generation:
+    """See the module's text. Everything runs on the event loop: no locks."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        request: Request,
+        decoder: TextDecoder,
+        stops: StopSearch | None,
+        token_bytes: Sequence[bytes],
+        cancel_engine: Callable[[RequestId, CancelReason], None],
+        watcher: GenerationWatcher,
+        keep_token_ids: bool = False,
+        include_stop: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """index: of the choice. decoder skips special ids. stops: None when the request has no stop strings."""
+        self.index = index
+        self.request = request
+        self.created_s = clock()
+        self.first_token_s: float | None = None
+        self._decoder = decoder
+        self._stops = stops
+        self._token_bytes = token_bytes
+        self._cancel_engine = cancel_engine
+        self._watcher = watcher
+        self._keep_token_ids = keep_token_ids
+        self._include_stop = include_stop
+        self._clock = clock
+        self._stop_ids = frozenset(request.stop.stop_token_ids)
+        self._last_token_s: float | None = None
+        self._text = StringIO()
+        self._has_text = False
+        self._ids = array("I")
+        self._logprobs: list[ChosenLogprob] = []
+        self._num_pending = 0
+        self._num_total = 0
+        self._took_delta = False
+        self._matched: str | None = None
+        self._cancelled = False
+        self._terminal: Done | Failure | None = None
+        self._took_terminal = False
+        self._listener: Callable[[], None] | None = None
+        self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def is_ended(self) -> bool:
+        """The terminal is known; deltas before it may still wait to be taken."""
+        return self._terminal is not None
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._num_total
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        """Call listener on the loop whenever take() has something; at once if it has now. One listener at a time."""
+        self._listener = listener
+        if self._has_something():
+            listener()
+
+    def take(self) -> Outcome | None:
+        """All that is new: one merged Delta, then exactly one Done or Failure; None where there is nothing to show."""
+        if not self._has_something():
+            return None
+        if self._num_pending or self._has_text:
+            delta = Delta(
+                text=self._text.getvalue(),
+                num_tokens=self._num_pending,
+                completion_tokens=self._num_total,
+                first=not self._took_delta,
+                token_ids=tuple(self._ids),
+                logprobs=tuple(self._logprobs),
+            )
+            self._text, self._has_text = StringIO(), False
+            self._ids, self._logprobs, self._num_pending = array("I"), [], 0
+            self._took_delta = True
+            return delta
+        self._took_terminal = True
+        return self._terminal
+
+    async def next(self) -> Outcome:
+        """Wait for take(). Raises RuntimeError after the terminal."""
+        while (item := self.take()) is None:
+            if self._took_terminal:
+                raise RuntimeError("next() was called after the terminal of a generation")
+            self._changed.clear()
+            await self._changed.wait()
+        return item
+
+    async def wait_end(self) -> None:
+        """Wait until the terminal is known, without taking anything."""
+        await self._ended.wait()
+
+    def cancel(self, reason: CancelReason) -> None:
+        """Ask the engine to stop; the terminal follows. Idempotent, and without effect after the end."""
+        if self._terminal is None and not self._cancelled:
+            self._cancelled = True
+            self._cancel_engine(self.request.request_id, reason)
+
+    def on_event(self, event: object) -> None:
+        """Sink of the engine client: TokenEvent, Finished, Refused, or EngineLost (anything else)."""
+        if self._terminal is not None:
+            return
+        if isinstance(event, TokenEvent):
+            self._on_token(event)
+        elif isinstance(event, Finished):
+            self._on_finished(event)
+        elif isinstance(event, Refused):
+            self._end(Failure(from_rejection(event.rejection)))
+        else:
+            self._end(Failure(engine_lost()))
+
+    def _on_token(self, event: TokenEvent) -> None:
+        if self._matched is not None:
+            return
+        now_s = self._clock()
+        self._watcher.on_token(self, now_s, self._last_token_s)
+        self._last_token_s = now_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self._num_pending += 1
+        self._num_total += 1
+        if self._keep_token_ids:
+            self._ids.append(event.token_id)
+        if event.logprobs is not None:
+            self._logprobs.append(self._named(event.token_id, event.logprobs))
+        if event.token_id not in self._stop_ids or self._include_stop:
+            self._add_text(self._decoder.push((event.token_id,)))
+            if self._matched is not None:
+                self.cancel(CancelReason.STOP_STRING)
+        if self._has_something():
+            self._notify()
+
+    def _add_text(self, text: str) -> None:
+        if not text:
+            return
+        if self._stops is not None and self._num_total > self.request.stop.min_tokens:
+            text, self._matched = self._stops.push(text)
+        if text:
+            self._text.write(text)
+            self._has_text = True
+
+    def _on_finished(self, finished: Finished) -> None:
+        if self._matched is None:
+            self._add_text(self._decoder.flush())
+            if self._matched is None and self._stops is not None:
+                tail = self._stops.flush()
+                self._text.write(tail)
+                self._has_text = self._has_text or bool(tail)
+        error = from_finished(finished) if self._matched is None else None
+        if error is not None:
+            self._end(Failure(error))
+            return
+        stop_reason: str | int | None = self._matched
+        if stop_reason is None and finished.reason is FinishReason.STOP:
+            stop_reason = finished.stop_token_id
+        self._end(
+            Done(
+                finish_reason=FinishReason.STOP if self._matched is not None else finished.reason,
+                stop_reason=stop_reason,
+                usage=Usage(
+                    prompt_tokens=len(self.request.prompt_ids),
+                    completion_tokens=self._num_total,
+                    cached_tokens=finished.cached_tokens,
+                ),
+                timings=finished.timings,
+            )
+        )
+
+    def _named(self, token_id: int, logprobs: TokenLogprobs) -> ChosenLogprob:
+        names = self._token_bytes
+        return ChosenLogprob(
+            token_id=token_id,
+            token_bytes=names[token_id],
+            logprob=logprobs.chosen,
+            rank=logprobs.rank,
+            top=tuple(TopLogprob(i, names[i], value) for i, value in logprobs.top[: self._num_wanted()]),
+        )
+
+    def _num_wanted(self) -> int:
+        return self.request.sampling.num_logprobs or 0
+
+    def _end(self, terminal: Done | Failure) -> None:
+        self._terminal = terminal
+        self._watcher.on_end(self, terminal, self._clock())
+        self._ended.set()
+        self._notify()
+
+    def _has_something(self) -> bool:
+        if self._terminal is not None:
+            return not self._took_terminal
+        return self._has_text or bool(self._ids) or bool(self._logprobs)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        if self._listener is not None:
+            self._listener()
