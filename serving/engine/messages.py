@@ -80,7 +80,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The terminal answer to a Submit that the scheduler did not take."""
+    """The terminal answer to a Submit that was not taken; alone when not even the inbox had room for it."""
 
     request_id: RequestId
     rejection: Rejection
@@ -103,6 +103,6 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 ToEngine = Submit | Cancel | Drain | Probe
-ToEdge = Starting | Ready | Step | Stats | Failed
+ToEdge = Starting | Ready | Step | Refused | Stats | Failed
 
 MAX_FRAME_BYTES = 64 << 20
