@@ -8,6 +8,7 @@ into a bounded inbox and never waits for the step loop. A write blocks on the ke
 ``send_timeout_s``: an edge that has taken nothing for so long is gone, whatever its process table says.
 """
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -127,8 +128,6 @@ class EngineLink:
 
     def close(self) -> None:
         """Ends both directions, which also wakes a thread inside bodies()."""
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._sock.close()
