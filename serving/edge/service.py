@@ -6,32 +6,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from headrace.serving.core.request import CancelReason, Request, RequestId
+from headrace.serving.edge.bodies import JobOptions
+from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Generation
 from headrace.serving.engine.messages import Ready, Stats
-
-
-class Endpoint(StrEnum):
-    CHAT = "chat"
-    COMPLETION = "completion"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """How the caller wants the answer presented.
-
-    ignored_fields: unknown fields that were ignored (--allow-unknown-fields); send as a warning.
-    """
-
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    logprobs: bool = False
-    ignored_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
