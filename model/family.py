@@ -2,6 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FileFormat(StrEnum):
+    GGUF = "gguf"
+    HF = "hf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +16,9 @@ class SourceName:
 
     gguf: str
     hf: str
+
+    def of(self, file_format: FileFormat) -> str:
+        return self.gguf if file_format is FileFormat.GGUF else self.hf
 
     def of_layer(self, layer: int) -> "SourceName":
         return SourceName(self.gguf.format(layer=layer), self.hf.format(layer=layer))

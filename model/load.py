@@ -1,0 +1,151 @@
+"""Load a model: configuration, weights and content hash, from a GGUF file or a directory of safetensors.
+
+Tensor by tensor: host memory holds the weights and, for each of the few reading threads, one tensor in its stored and
+decoded form.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import jax
+import numpy as np
+
+from headrace.model.config import ModelConfig
+from headrace.model.config_files import config_from_directory, config_from_gguf, is_gguf
+from headrace.model.directory import ModelDirectory
+from headrace.model.errors import ModelFileError
+from headrace.model.families import family_named
+from headrace.model.family import FileFormat
+from headrace.model.gguf_metadata import read_gguf
+from headrace.model.gguf_tensors import GGUFSource
+from headrace.model.safetensors_files import SafetensorsSource
+from headrace.model.specs import ParamSpec, param_specs
+from headrace.model.tensor_source import StoredTensor, TensorSource, check_finite, read_bytes
+from headrace.model.weights import Weights
+
+Progress = Callable[[int, int], None]
+"""(done_bytes, total_bytes) of the stored tensors; called by the thread that loads."""
+
+# Hashing and NumPy's inner loops release the interpreter lock, so a second thread nearly halves the time; more would
+# only hold more tensors in memory.
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """weights: host arrays, which the runner places on its devices. model_hash: SHA-256 in hex over the config and
+    the name, type, shape and stored bytes of every weight; two formats of one model have different hashes."""
+
+    config: ModelConfig
+    weights: Weights[np.ndarray]
+    model_hash: str
+
+
+def load_model(
+    path: str | os.PathLike[str], *, dtype: np.dtype | type = np.float32, progress: Progress | None = None
+) -> LoadedModel:
+    """Load and check a whole model.
+
+    Args:
+      path: a GGUF file, or a directory with config.json and safetensors.
+      dtype: of the weights in memory.
+      progress: called after each tensor.
+    Raises: ModelFileError, which names the file, and the tensor where one is at fault: missing, extra, of the wrong
+      shape or an unsupported type, not finite.
+    """
+    if is_gguf(path):
+        header = read_gguf(path)
+        config, source = config_from_gguf(header), GGUFSource(header)
+        return _load(config, source, np.dtype(dtype), progress)
+    directory = ModelDirectory(path)
+    return _load(config_from_directory(directory), SafetensorsSource(directory), np.dtype(dtype), progress)
+
+
+def _load(config: ModelConfig, source: TensorSource, dtype: np.dtype, progress: Progress | None) -> LoadedModel:
+    specs, treedef = jax.tree.flatten(param_specs(config, dtype))
+    stored = [_match(spec, source) for spec in specs]
+    _refuse_extra(config, source, {tensor.name for tensor in stored})
+    interleaved = source.format is FileFormat.GGUF and family_named(config.family).gguf_interleaved_rotary
+    total, done = sum(tensor.num_bytes for tensor in stored), 0
+    arrays: list[np.ndarray] = []
+    leaves: list[tuple[str, str, tuple[int, ...], str]] = []
+
+    def load_one(spec: ParamSpec, tensor: StoredTensor) -> tuple[np.ndarray, str]:
+        raw = read_bytes(tensor)
+        digest = hashlib.sha256(raw).hexdigest()
+        values = source.decode(tensor, raw)
+        check_finite(tensor, values)
+        return arrange(spec, values, interleaved_rotary=interleaved), digest
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        jobs = [pool.submit(load_one, spec, tensor) for spec, tensor in zip(specs, stored, strict=True)]
+        try:
+            for tensor, job in zip(stored, jobs, strict=True):
+                array, digest = job.result()
+                arrays.append(array)
+                leaves.append((tensor.name, tensor.dtype, tensor.shape, digest))
+                done += tensor.num_bytes
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    root = json.dumps({"config": asdict(config), "tensors": sorted(leaves)}, sort_keys=True)
+    return LoadedModel(
+        config=config,
+        weights=jax.tree.unflatten(treedef, arrays),
+        model_hash=hashlib.sha256(root.encode()).hexdigest(),
+    )
+
+
+def _match(spec: ParamSpec, source: TensorSource) -> StoredTensor:
+    name = spec.source.of(source.format)
+    tensor = source.tensors.get(name)
+    if tensor is None:
+        raise ModelFileError(source.path, f"tensor {name!r} is missing")
+    if tensor.shape != spec.stored_shape:
+        raise ModelFileError(
+            tensor.path,
+            f"tensor {name!r} has shape {list(tensor.shape)}; the configuration asks for {list(spec.stored_shape)}",
+        )
+    return tensor
+
+
+def _refuse_extra(config: ModelConfig, source: TensorSource, used: set[str]) -> None:
+    """Every tensor is used, known to hold nothing, or an error."""
+    family = family_named(config.family)
+    for name in sorted(source.tensors.keys() - used):
+        tensor = source.tensors[name]
+        if source.format is FileFormat.GGUF and name in family.gguf_unit_tensors:
+            if not np.all(source.decode(tensor, read_bytes(tensor)) == 1):
+                raise ModelFileError(tensor.path, f"tensor {name!r} scales the rotary positions: not supported")
+        elif source.format is FileFormat.GGUF or not any(re.fullmatch(p, name) for p in family.hf_ignored_tensors):
+            tied = name == family.top["head_DV"].hf and config.tied_embeddings
+            why = "which config.json denies with tie_word_embeddings" if tied else "which this model does not have"
+            raise ModelFileError(tensor.path, f"holds tensor {name!r:.200}, {why}")
+
+
+def arrange(spec: ParamSpec, values: np.ndarray, *, interleaved_rotary: bool) -> np.ndarray:
+    """A stored tensor in the layout and type of its spec, contiguous.
+
+    Args:
+      values: of spec.stored_shape. interleaved_rotary: rows of rotated heads lie in llama.cpp's order, in which the two
+        halves of a head alternate; they are put back into halves.
+    Source: the permutation of convert_hf_to_gguf.py in ggml-org/llama.cpp (LlamaModel.permute).
+    """
+    if not spec.num_input_axes:
+        return np.ascontiguousarray(values, dtype=spec.dtype)
+    rows, columns = spec.stored_shape
+    out = np.empty(spec.shape, spec.dtype)
+    if spec.is_rotated and interleaved_rotary:
+        heads, width = spec.shape[-2:]
+        pairs = values.reshape(heads, width // 2, 2, columns)
+        out.reshape(columns, heads, 2, width // 2)[...] = pairs.transpose(3, 0, 2, 1)
+    else:
+        out.reshape(columns, rows)[...] = values.T
+    return out

@@ -1,0 +1,70 @@
+"""What loading needs from a file format: a table of stored tensors, their bytes, and how to decode them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from headrace.model.errors import ModelFileError
+from headrace.model.family import FileFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor in a file. shape: rows first. dtype: the format's own name. offset, num_bytes: in the file."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    num_bytes: int
+
+
+class TensorSource(Protocol):
+    """path: the file or directory, for errors."""
+
+    format: FileFormat
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    def decode(self, tensor: StoredTensor, raw: np.ndarray) -> np.ndarray:
+        """The values of ``raw`` (uint8, num_bytes) as float32 or a type that float32 holds exactly, in its shape."""
+        ...
+
+
+def read_bytes(tensor: StoredTensor) -> np.ndarray:
+    """The stored bytes of one tensor, uint8.
+
+    Plain reads, not a memory map: a file that shrinks meanwhile gives an error instead of killing the process.
+    Raises: ModelFileError.
+    """
+    raw = np.empty(tensor.num_bytes, np.uint8)
+    view = memoryview(raw)
+    try:
+        with open(tensor.path, "rb", buffering=0) as file:
+            file.seek(tensor.offset)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise ModelFileError(tensor.path, f"shrank while tensor {tensor.name!r} was read")
+                view = view[count:]
+    except OSError as error:
+        raise ModelFileError(tensor.path, f"cannot be read: {error.strerror or error}") from error
+    return raw
+
+
+def check_finite(tensor: StoredTensor, values: np.ndarray) -> None:
+    """Refuse NaN and infinity, which would spread to every token. Raises: ModelFileError."""
+    if not np.isfinite(values).all():
+        count = values.size - int(np.isfinite(values).sum())
+        raise ModelFileError(
+            tensor.path, f"tensor {tensor.name!r} holds {count} NaN or infinite values of {math.prod(tensor.shape)}"
+        )
