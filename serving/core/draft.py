@@ -1,0 +1,83 @@
+"""A step plan while it is being put together."""
+
+from headrace.serving.core.buckets import padded_tokens, pick_bucket
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.plan import DecodeRow, PrefillSegment, SlotLoad, SlotRef, StepPlan
+from headrace.serving.core.policy import chunk_tokens
+from headrace.serving.core.sequence import Sequence, num_pages_for
+
+
+class Draft:
+    """Adding a row marks it on the sequence as planned. decoding and prefilling name the sequences of the rows."""
+
+    def __init__(self, config: SchedulerConfig, step_id: int) -> None:
+        self._config = config
+        self._step_id = step_id
+        self._budget = config.chunk_tokens
+        self._loads: list[SlotLoad] = []
+        self._decode: list[DecodeRow] = []
+        self._prefill: list[PrefillSegment] = []
+        self.decoding: list[tuple[Sequence, SlotRef]] = []
+        self.prefilling: list[tuple[Sequence, SlotRef]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._decode and not self._prefill
+
+    @property
+    def has_prefill_room(self) -> bool:
+        return self._budget > 0 and len(self._prefill) < self._config.max_segments
+
+    def add_load(self, sequence: Sequence, slot: SlotRef) -> None:
+        self._loads.append(SlotLoad(slot=slot, request=sequence.request, output_ids=tuple(sequence.outputs)))
+
+    def add_decode(self, sequence: Sequence, slot: SlotRef) -> None:
+        """The next token of a sequence that has a page for its position."""
+        position = sequence.num_computed
+        self._decode.append(
+            DecodeRow(
+                slot=slot,
+                position=position,
+                input_token=None if sequence.num_pending else sequence.outputs[-1],
+                page_ids=self._pages(sequence, position + 1),
+                output_index=sequence.num_planned_outputs,
+            )
+        )
+        self.decoding.append((sequence, slot))
+        sequence.num_computed += 1
+        sequence.num_pending += 1
+        sequence.last_step = self._step_id
+
+    def add_prefill(self, sequence: Sequence, slot: SlotRef) -> None:
+        """The next chunk of a prefilling sequence, as long as the budget lets it be; there must be room."""
+        start = sequence.num_computed
+        length = chunk_tokens(sequence.num_to_prefill - start, self._budget, self._config.page_size)
+        end = start + length
+        samples = end == sequence.num_to_prefill
+        self._prefill.append(
+            PrefillSegment(
+                slot=slot,
+                start=start,
+                token_ids=sequence.token_ids(start, end),
+                page_ids=self._pages(sequence, end),
+                samples=samples,
+                output_index=len(sequence.outputs),
+            )
+        )
+        self.prefilling.append((sequence, slot))
+        self._budget -= padded_tokens(length, self._config.block_tokens)
+        sequence.num_computed = end
+        sequence.num_pending += samples
+        sequence.last_step = self._step_id
+
+    def seal(self) -> StepPlan:
+        return StepPlan(
+            step_id=self._step_id,
+            bucket=pick_bucket(self._config, len(self._decode), self._config.chunk_tokens - self._budget),
+            loads=tuple(self._loads),
+            decode=tuple(self._decode),
+            prefill=tuple(self._prefill),
+        )
+
+    def _pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+        return tuple(sequence.pages[: num_pages_for(num_tokens, self._config.page_size)])

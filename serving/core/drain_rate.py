@@ -1,0 +1,32 @@
+"""How fast the queue drains, measured, for the retry hint of a refusal."""
+
+DEFAULT_RETRY_MS = 1_000
+"""The hint while nothing has been measured."""
+MIN_RETRY_MS = 100
+MAX_RETRY_MS = 60_000
+SMOOTHING = 0.2
+"""Weight of the newest gap in the running mean: the last ten or so count."""
+
+
+class DrainRate:
+    """Mean time between two requests leaving the queue while others wait."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._mean_gap_s: float | None = None
+
+    def on_leave(self, now_s: float, others_wait: bool) -> None:
+        """A request was taken from the queue to run."""
+        if self._since_s is not None:
+            gap_s = max(0.0, now_s - self._since_s)
+            mean_s = self._mean_gap_s
+            self._mean_gap_s = gap_s if mean_s is None else mean_s + SMOOTHING * (gap_s - mean_s)
+        self._since_s = now_s if others_wait else None
+
+    def retry_after_ms(self, num_excess: int, now_s: float) -> int:
+        """Time until num_excess requests have left; a stall since the last one counts as a gap."""
+        if self._mean_gap_s is None:
+            return DEFAULT_RETRY_MS
+        stall_s = 0.0 if self._since_s is None else now_s - self._since_s
+        wait_ms = max(self._mean_gap_s * num_excess, stall_s) * 1_000
+        return int(min(max(wait_ms, MIN_RETRY_MS), MAX_RETRY_MS))

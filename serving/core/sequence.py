@@ -1,0 +1,87 @@
+"""The mutable history of one request inside the scheduler: all of its state in one place."""
+
+from dataclasses import dataclass, field
+
+from headrace.serving.core.plan import SlotRef
+from headrace.serving.core.prefix_cache import Entry, PageKey
+from headrace.serving.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Waiting while slot is None, else prefilling until num_computed reaches num_to_prefill, then decoding.
+
+    arrival: order of submission, unique. outputs: generated tokens that the host knows.
+    keys: of the full pages of known tokens, kept over preemptions. chain: published entries of the prefix.
+
+    Of the present tenancy, reset by ``clear_tenancy``: slot, pages, num_computed (leading positions whose KV some plan
+    made so far writes or finds cached), num_to_prefill, num_pending (samples in flight), last_step (id of the newest
+    plan that names this sequence).
+    """
+
+    request: Request
+    arrival: int
+    submitted_s: float
+    outputs: list[int] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=list)
+    chain: list[Entry] = field(default_factory=list)
+    slot: SlotRef | None = None
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_to_prefill: int = 0
+    num_pending: int = 0
+    last_step: int | None = None
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and outputs."""
+        return len(self.request.prompt_ids) + len(self.outputs)
+
+    @property
+    def num_planned_outputs(self) -> int:
+        return len(self.outputs) + self.num_pending
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.num_to_prefill
+
+    @property
+    def wants_decode(self) -> bool:
+        """False also when the samples in flight reach max_tokens: nothing more can come."""
+        return (
+            self.slot is not None and not self.is_prefilling and self.num_planned_outputs < self.request.stop.max_tokens
+        )
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Positions whose KV is ever written; the last output's is not."""
+        return max_kv_tokens(len(self.request.prompt_ids), self.request.stop.max_tokens)
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Known tokens at positions start … end - 1."""
+        prompt = self.request.prompt_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return prompt[start:] + tuple(self.outputs[max(0, start - len(prompt)) : end - len(prompt)])
+
+    def clear_tenancy(self) -> None:
+        self.slot = None
+        self.pages = []
+        self.chain = []
+        self.num_computed = 0
+        self.num_to_prefill = 0
+        self.num_pending = 0
+        self.last_step = None
+
+
+def max_kv_tokens(num_prompt_tokens: int, max_tokens: int) -> int:
+    """KV positions of a request that runs to max_tokens."""
+    return num_prompt_tokens + max_tokens - 1
+
+
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
