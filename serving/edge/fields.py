@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from headrace.serving.core.admission import MAX_LOGIT_BIAS, MAX_TEMPERATURE, REPETITION_PENALTY_RANGE
 from headrace.serving.core.request import MAX_LOGPROBS, MAX_STOP_IDS
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.values import (
@@ -30,7 +31,6 @@ MAX_MESSAGES = 1024
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
-MAX_BIASED_TOKENS = 1024
 TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "date_string")
 """Names that chat_template_kwargs may set: what published templates read as plain switches, nothing internal."""
 
@@ -96,15 +96,15 @@ _APPLIED: tuple[Field, ...] = (
         "each prompt of a list is a choice of its own",
         COMPLETION,
     ),
-    _applied("temperature", Real(0, 100), "1", "0 is greedy"),
+    _applied("temperature", Real(0, MAX_TEMPERATURE), "1", "0 is greedy"),
     _applied("top_k", Whole(0), "0", "0 is off"),
     _applied("top_p", Real(0, 1, above_low=True), "1"),
     _applied("min_p", Real(0, 1), "0"),
     _applied("seed", Whole(0, 2**63 - 1), "drawn by the server"),
-    _applied("repetition_penalty", Real(0, 100, above_low=True), "1", "over prompt and output"),
+    _applied("repetition_penalty", Real(*REPETITION_PENALTY_RANGE), "1", "over prompt and output"),
     _applied("presence_penalty", Real(-2, 2), "0", "over the output"),
     _applied("frequency_penalty", Real(-2, 2), "0", "over the output"),
-    _applied("logit_bias", BiasMap(MAX_BIASED_TOKENS, 100), "{}"),
+    _applied("logit_bias", BiasMap(MAX_LOGIT_BIAS, 100), "{}"),
     _applied("allowed_token_ids", TokenIds(1, 65_536), "null", "only these ids can be sampled"),
     _applied("max_tokens", Whole(1), "16 for completions, the rest of the context for chat"),
     _applied("max_completion_tokens", Whole(1), "as max_tokens", "another name for max_tokens"),

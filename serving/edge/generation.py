@@ -9,7 +9,7 @@ Rules that hold in every mode:
 * A stop id counts as a token and appears in token_ids and logprobs; its text does not, unless stop text is included.
 * Usage ends with the token that completed a stop string. The engine is then told to stop; what it still sends is
   dropped. Text behind the stop string is never shown.
-* Stop strings are looked for in text generated after min_tokens; a match does not reach back before it.
+* A stop string counts only when the token that completes it is at least the min_tokens-th (``core.text``).
 * Logprobs and token ids belong to tokens, text to characters: text may be held back (a character cut between tokens,
   a possible beginning of a stop string) while its token is already reported. At the end both are complete.
 """
@@ -25,6 +25,7 @@ from typing import Protocol
 from headrace.serving.core.events import Finished, Timings, TokenEvent
 from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Request, RequestId
+from headrace.serving.core.text import OutputText, TextPiece
 from headrace.serving.edge.errors import ApiError, engine_lost, from_finished, from_rejection
 from headrace.serving.engine.messages import Refused
 
@@ -38,8 +39,10 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprob:
-    """Of the model's own distribution. top: sorted downwards, ties by lower id; without the chosen token when it is
-    not among the best. rank: 1 = most likely."""
+    """Of the model's own distribution, before bias, penalties and temperature. rank: 1 = most likely.
+
+    top: sorted downwards, ties by lower id; the chosen token is in it only when it is among the best.
+    """
 
     token_id: int
     token_bytes: bytes
@@ -100,16 +103,6 @@ class Failure:
 Outcome = Delta | Done | Failure
 
 
-class TextDecoder(Protocol):
-    def push(self, ids: Sequence[int]) -> str: ...
-    def flush(self) -> str: ...
-
-
-class StopSearch(Protocol):
-    def push(self, text: str) -> tuple[str, str | None]: ...
-    def flush(self) -> str: ...
-
-
 class GenerationWatcher(Protocol):
     """Told what happens to a choice, for metrics and accounting; called on the event loop."""
 
@@ -125,8 +118,7 @@ class Generation:
         *,
         index: int,
         request: Request,
-        decoder: TextDecoder,
-        stops: StopSearch | None,
+        text: OutputText,
         token_bytes: Sequence[bytes],
         cancel_engine: Callable[[RequestId, CancelReason], None],
         watcher: GenerationWatcher,
@@ -134,13 +126,12 @@ class Generation:
         include_stop: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """index: of the choice. decoder skips special ids. stops: None when the request has no stop strings."""
+        """index: of the choice. text: fresh. include_stop: whether a stop id's text is shown."""
         self.index = index
         self.request = request
         self.created_s = clock()
         self.first_token_s: float | None = None
-        self._decoder = decoder
-        self._stops = stops
+        self._output = text
         self._token_bytes = token_bytes
         self._cancel_engine = cancel_engine
         self._watcher = watcher
@@ -246,28 +237,21 @@ class Generation:
         if event.logprobs is not None:
             self._logprobs.append(self._named(event.token_id, event.logprobs))
         if event.token_id not in self._stop_ids or self._include_stop:
-            self._add_text(self._decoder.push((event.token_id,)))
+            self._add_text(self._output.push(event.token_id))
             if self._matched is not None:
                 self.cancel(CancelReason.STOP_STRING)
         if self._has_something():
             self._notify()
 
-    def _add_text(self, text: str) -> None:
-        if not text:
-            return
-        if self._stops is not None and self._num_total > self.request.stop.min_tokens:
-            text, self._matched = self._stops.push(text)
-        if text:
-            self._text.write(text)
+    def _add_text(self, piece: TextPiece) -> None:
+        self._matched = piece.stop
+        if piece.text:
+            self._text.write(piece.text)
             self._has_text = True
 
     def _on_finished(self, finished: Finished) -> None:
         if self._matched is None:
-            self._add_text(self._decoder.flush())
-            if self._matched is None and self._stops is not None:
-                tail = self._stops.flush()
-                self._text.write(tail)
-                self._has_text = self._has_text or bool(tail)
+            self._add_text(self._output.finish())
         error = from_finished(finished) if self._matched is None else None
         if error is not None:
             self._end(Failure(error))
@@ -289,17 +273,17 @@ class Generation:
         )
 
     def _named(self, token_id: int, logprobs: TokenLogprobs) -> ChosenLogprob:
-        names = self._token_bytes
         return ChosenLogprob(
             token_id=token_id,
-            token_bytes=names[token_id],
+            token_bytes=self._bytes_of(token_id),
             logprob=logprobs.chosen,
             rank=logprobs.rank,
-            top=tuple(TopLogprob(i, names[i], value) for i, value in logprobs.top[: self._num_wanted()]),
+            top=tuple(TopLogprob(i, self._bytes_of(i), value) for i, value in logprobs.top),
         )
 
-    def _num_wanted(self) -> int:
-        return self.request.sampling.num_logprobs or 0
+    def _bytes_of(self, token_id: int) -> bytes:
+        """A vocabulary padded on the device has ids without a token."""
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
     def _end(self, terminal: Done | Failure) -> None:
         self._terminal = terminal
