@@ -167,7 +167,8 @@ def test_an_edge_that_stops_reading_cannot_hold_the_engine_for_ever(pair: tuple[
 
 
 def test_both_sides_write_at_once_without_deadlock(pair: tuple[EngineLink, socket.socket]) -> None:
-    """More than the kernel buffers in both directions; the engine reads on a thread of its own, the edge always reads."""
+    """More than the kernel buffers in both directions; the engine reads on a thread of its own, the edge always
+    reads."""
     link, edge = pair
     count = 300
     submit = Submit(REQUEST)

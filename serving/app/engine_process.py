@@ -1,0 +1,162 @@
+"""The engine process: ``python -m headrace.serving.app.engine_process --fd N``, started by the edge alone.
+
+The first frame on the socket holds its EngineOptions. It reports Starting while it loads and compiles, then Ready, and
+ends when the link does: with 0 if the edge closed it, else with 1 after a Failed frame. Ctrl-C and SIGTERM are the
+edge's to answer (it may want to drain), so they mean nothing here.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from headrace.model.errors import ModelFileError
+from headrace.serving.app.build import BuiltEngine, build_engine, decode_options
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.scheduler import Scheduler
+from headrace.serving.engine.engine import Engine, EngineFailure, StepLoop, describe
+from headrace.serving.engine.inbox import Inbox
+from headrace.serving.engine.lifecycle import SystemClock
+from headrace.serving.engine.link import EngineLink, LinkClosed, LinkError, decode_to_engine
+from headrace.serving.engine.messages import (
+    Cancel,
+    Drain,
+    Failed,
+    Probe,
+    ProgramInfo,
+    Ready,
+    Refused,
+    Starting,
+    Submit,
+)
+from headrace.serving.engine.ports import CompiledProgram
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EDGE_GONE_GRACE_S = 2.0
+"""After the edge's end the loop gets so long to finish its step; a compile that runs on is cut off."""
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with_parent()
+    faulthandler.enable()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
+    parser = argparse.ArgumentParser(description="Engine process of Headrace; started by headrace serve.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of the link")
+    link = EngineLink(socket.socket(fileno=parser.parse_args(arguments).fd))
+    try:
+        return run(link)
+    finally:
+        link.close()
+
+
+def run(link: EngineLink) -> int:
+    """Serve one edge until it is gone. Exit code."""
+    bodies = link.bodies()
+    inbox = Inbox()
+    try:
+        first = next(bodies, None)
+        if first is None:
+            return 0
+        options = decode_options(first)
+        threading.Thread(target=read_commands, args=(bodies, inbox, link), daemon=True, name="link-reader").start()
+        started_s = time.monotonic()
+
+        def progress(what: str, done: int, total: int) -> None:
+            link.send(Starting(what, done, total))
+
+        built = build_engine(options, progress)
+        programs = built.runner.warm_up(progress)
+        clock = SystemClock()
+        config = built.resolved.scheduler
+        loop = StepLoop(Scheduler(config), built.runner, clock, max_steps_in_flight=config.max_steps_in_flight)
+        link.send(ready_message(built, programs, time.monotonic() - started_s))
+        Engine(loop, clock, inbox, link).run()
+        return 0
+    except LinkClosed as error:
+        log.info("%s", error)
+        return 0
+    except (ConfigError, ModelFileError) as error:
+        return _fail(link, str(error))
+    except msgspec.MsgspecError as error:
+        return _fail(link, f"unreadable options: {error}")
+    except EngineFailure as error:
+        log.exception("the engine gives up")
+        return _fail(link, str(error))
+    except Exception as error:
+        log.exception("the engine gives up")
+        return _fail(link, describe(error))
+
+
+def read_commands(bodies: Iterator[bytes], inbox: Inbox, link: EngineLink) -> None:
+    """The reader thread: frames into the inbox, never waiting for the step loop; then the end of the process."""
+    try:
+        for body in bodies:
+            match decode_to_engine(body):
+                case Submit(request=request):
+                    rejection = inbox.submit(request)
+                    if rejection is not None:
+                        link.send(Refused(request.request_id, rejection))
+                case Cancel(request_id=request_id, reason=reason):
+                    inbox.cancel(request_id, reason)
+                case Drain():
+                    inbox.drain()
+                case Probe(nonce=nonce):
+                    inbox.probe(nonce)
+    except LinkClosed:
+        pass
+    except LinkError as error:
+        log.error("%s", error)
+    inbox.close()
+    time.sleep(EDGE_GONE_GRACE_S)
+    os._exit(EXIT_FAILED)  # the main thread is deep in a compile or a device call, and nobody waits for it
+
+
+def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], seconds: float) -> Ready:
+    config = built.resolved.scheduler
+    return Ready(
+        model_hash=built.model_hash,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        num_slots=config.num_slots,
+        max_context=config.max_context,
+        kv_bytes_per_token=built.resolved.kv_bytes_per_token,
+        weights_bytes=built.weights_bytes,
+        programs=tuple(
+            ProgramInfo(name=p.name, seconds=p.seconds, temp_bytes=p.temp_bytes, from_cache=p.from_cache)
+            for p in programs
+        ),
+        device=built.device,
+        warmup_seconds=seconds,
+    )
+
+
+def _fail(link: EngineLink, message: str) -> int:
+    with contextlib.suppress(LinkClosed):
+        link.send(Failed(message))
+    return EXIT_FAILED
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel kills this process with the edge, also where no Python code could run any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
