@@ -276,8 +276,10 @@ class EngineClient:
         connection, self._connection = self._connection, None
         if connection is not None:
             how = await connection.reap(self._exit_grace_s)
-            self._failure = f"{self._failure} ({how})"
-            if not self._stopping:
+            if self._stopping:
+                self._failure = None
+            else:
+                self._failure = f"{self._failure} ({how})"
                 log.error("engine lost: %s", self._failure)
 
     async def _reopen(self, backoff: Backoff, ran_s: float) -> None:
