@@ -60,6 +60,12 @@ class SchedulerConfig:
             all(t % self.block_tokens == 0 for t in self.prefill_tokens),
             f"prefill_tokens {self.prefill_tokens} must be multiples of block_tokens {self.block_tokens}",
         )
+        for name, value in (
+            ("max_segments", self.max_segments),
+            ("max_queued_requests", self.max_queued_requests),
+            ("max_queued_prompt_tokens", self.max_queued_prompt_tokens),
+        ):
+            need(value >= 1, f"{name} is {value}; it must be at least 1")
         need(self.max_steps_in_flight in (1, 2), "max_steps_in_flight must be 1 or 2")
 
     @property
