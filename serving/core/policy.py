@@ -31,8 +31,7 @@ def pages_to_keep_free(candidate: Sequence, running: Seq[Sequence], page_size: i
 
     At first one per running sequence: each may need its next page soon. A candidate that was preempted
     MAX_OPTIMISTIC_PREEMPTIONS times waits until the rest of its own worst case and that of all who run fit together.
-    Later arrivals are preempted before it, so it is preempted at most once more in all, by nobody in fact: the bound
-    is MAX_OPTIMISTIC_PREEMPTIONS.
+    As later arrivals are preempted before it, it then runs to its end: no request is preempted more often than that.
     """
     if candidate.preemptions < MAX_OPTIMISTIC_PREEMPTIONS:
         return len(running)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from headrace.serving.core.admission import refuse_size
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.draft import Draft
-from headrace.serving.core.drain_rate import DrainRate
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.events import Event, Finished, Timings, TokenEvent
 from headrace.serving.core.page_memory import PageMemory
@@ -29,6 +28,7 @@ from headrace.serving.core.request import (
 )
 from headrace.serving.core.sequence import Sequence
 from headrace.serving.core.slots import Slots
+from headrace.serving.core.waiting_queue import WaitingQueue
 
 NON_FINITE = "non_finite_logits"
 """error_code of a request whose logits had NaN or infinity."""
@@ -82,14 +82,12 @@ class Scheduler:
         self.memory = PageMemory(config, hash_page)
         self._slots = Slots(config.num_slots)
         self._live: dict[RequestId, Sequence] = {}
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue(config)
         self._running: list[Sequence] = []
         self._flights: deque[_Flight] = deque()
         self._num_arrived = 0
         self._next_step_id = 0
         self._is_draining = False
-        self._queued_prompt_tokens = 0
-        self._drain_rate = DrainRate()
         self._counters = _Counters()
 
     # Commands
@@ -102,7 +100,7 @@ class Scheduler:
         sequence = Sequence(request=request, arrival=self._num_arrived, submitted_s=now_s)
         self._num_arrived += 1
         self._live[request.request_id] = sequence
-        self._enqueue(sequence)
+        self._waiting.add(sequence)
         self._counters.prompt_tokens += len(request.prompt_ids)
         return None
 
@@ -196,17 +194,12 @@ class Scheduler:
         """Raise InvariantError if any page, slot or sequence is in no state, in two, or in a wrong one."""
         self.memory.check(self._running)
         self._slots.check({s.slot for s in self._running if s.slot is not None})
-        states = self._waiting + self._running
-        if sorted(map(id, states)) != sorted(map(id, self._live.values())):
+        self._waiting.check()
+        listed = (*self._waiting.sequences, *self._running)
+        if sorted(map(id, listed)) != sorted(map(id, self._live.values())):
             raise InvariantError("a live sequence is not in exactly one of the waiting and running lists")
-        for group in (self._waiting, self._running):
-            if group != sorted(group, key=queue_rank):
-                raise InvariantError("a list of sequences is out of order")
-        if self._queued_prompt_tokens != sum(len(s.request.prompt_ids) for s in self._waiting):
-            raise InvariantError("the count of queued prompt tokens is wrong")
-        for s in self._waiting:
-            if s.slot is not None or s.pages or s.num_pending or s.num_computed:
-                raise InvariantError(f"waiting request {s.request.request_id} holds state of a tenancy")
+        if self._running != sorted(self._running, key=queue_rank):
+            raise InvariantError("the running list is out of order")
         in_flight = [row for f in self._flights for row in f.decoding + f.prefilling]
         for s in self._running:
             samples = sum(row == (s, s.slot) for row in in_flight)
@@ -246,14 +239,13 @@ class Scheduler:
     def _admit(self, draft: Draft, now_s: float) -> None:
         """Start waiting sequences in order while slots, pages and the step's prefill budget last."""
         while self._waiting and self._slots.num_free and draft.has_prefill_room:
-            sequence = self._waiting[0]
+            sequence = self._waiting.first
             spare = pages_to_keep_free(sequence, self._running, self.config.page_size)
             if not self.memory.admit(sequence, spare):
                 return
-            self._dequeue(sequence)
+            self._waiting.start(sequence, now_s)
             slot = sequence.slot = self._slots.take()
             insort(self._running, sequence, key=queue_rank)
-            self._drain_rate.on_leave(now_s, bool(self._waiting))
             if sequence.admitted_s is None:
                 sequence.admitted_s = now_s
                 sequence.cached_tokens = sequence.num_computed
@@ -326,12 +318,12 @@ class Scheduler:
         self._release(sequence)
         sequence.preemptions += 1
         self._counters.preemptions += 1
-        self._enqueue(sequence)
+        self._waiting.add(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Give back all that a sequence holds, in whatever state it is."""
         if sequence.slot is None:
-            self._dequeue(sequence)
+            self._waiting.remove(sequence)
             return
         self._running.remove(sequence)
         self._slots.release(sequence.slot)
@@ -347,14 +339,6 @@ class Scheduler:
     def _settle(self) -> None:
         self.memory.settle(self._flights[0].plan.step_id if self._flights else None)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=queue_rank)
-        self._queued_prompt_tokens += len(sequence.request.prompt_ids)
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-        self._queued_prompt_tokens -= len(sequence.request.prompt_ids)
-
     def _refuse(self, request: Request, now_s: float) -> Rejection | None:
         if self._is_draining:
             return Rejection(
@@ -362,22 +346,8 @@ class Scheduler:
             )
         if request.request_id in self._live:
             return Rejection(reason=RejectionReason.INVALID, message="the request id is already in use")
-        num_prompt = len(request.prompt_ids)
-        size = refuse_size(num_prompt, request.stop.max_tokens, self.config)
-        if size is not None:
-            return size
-        excess = len(self._waiting) + 1 - self.config.max_queued_requests
-        num_queued = self._queued_prompt_tokens + num_prompt
-        if excess > 0:
-            text = f"max_queued_requests={self.config.max_queued_requests} requests wait already"
-        elif self._waiting and num_queued > self.config.max_queued_prompt_tokens:
-            text = f"the queue would hold more than max_queued_prompt_tokens={self.config.max_queued_prompt_tokens}"
-        else:
-            return None
-        return Rejection(
-            reason=RejectionReason.QUEUE_FULL,
-            message=f"{text}; retry later",
-            retry_after_ms=self._drain_rate.retry_after_ms(max(1, excess), now_s),
+        return refuse_size(len(request.prompt_ids), request.stop.max_tokens, self.config) or self._waiting.refuse(
+            request, now_s
         )
 
 
