@@ -1,5 +1,161 @@
-"""Command line of Headrace."""
+"""Command line of Headrace. Imports stay light: JAX starts in the engine process, or in ``generate``."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from headrace.model.errors import ModelFileError
+from headrace.model.pull import CATALOG, DEFAULT_MODEL, PullError, ResolvedModel, default_cache_dir, resolve_model
+from headrace.serving.app.build import EngineOptions
+from headrace.serving.app.console import ProgressDisplay
+from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
+from headrace.serving.app.options import ServeOptions, default_compile_cache
+from headrace.serving.core.errors import ConfigError
+
+A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+A_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+network = section("Network")
+access = section("Access")
+model = section("Model")
+memory = section("Memory and steps")
+sampling = section("Generation")
+running = section("Running")
 
 
 def main() -> int:
-    raise SystemExit("the command line is not built yet")
+    """Run the command; its exit code. 2: wrong use or configuration, 1: it failed, 130: interrupted."""
+    try:
+        return int(commands.main(prog_name="headrace", standalone_mode=False) or 0)
+    except click.exceptions.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ConfigError as error:
+        return _say(str(error), 2)
+    except (PullError, ModelFileError) as error:
+        return _say(str(error), 1)
+
+
+def _say(message: str, exit_code: int) -> int:
+    click.echo(f"headrace: {message}", err=True)
+    return exit_code
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version("headrace"), prog_name="headrace")
+def commands() -> None:
+    """Headrace serves language models: paged memory, continuous batching, replies streamed over WebSocket."""
+
+
+@commands.command()
+@click.argument("name", default=DEFAULT_MODEL)
+@click.option("--cache-dir", type=A_FOLDER, help=f"Where models are kept.  [default: {default_cache_dir()}]")
+def pull(name: str, cache_dir: Path | None) -> None:
+    """Fetch a model and print its path.
+
+    NAME is smollm2-135m (the default), or a Hugging Face name org/name[@revision].
+    """
+    if name not in CATALOG and Path(name).exists():
+        raise click.UsageError(f"{name} is a path already; pull takes a name: {', '.join(CATALOG)} or org/name")
+    click.echo(_find_model(name, cache_dir).path)
+
+
+def _find_model(name: str, cache_dir: Path | None) -> ResolvedModel:
+    with ProgressDisplay(Console(stderr=True)) as display:
+        return resolve_model(name, cache_dir=cache_dir, progress=display.update)
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that ``serve`` and ``generate`` share, listed in this order."""
+    for option in reversed(
+        (
+            memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
+            memory("--max-streams", type=int, default=16, help="Requests that generate at the same time."),
+            memory("--page-size", type=int, default=16, help="Tokens in a page of KV memory."),
+            memory("--pages", type=int, help="Pages of KV memory.  [default: what --kv-memory holds]"),
+            memory(
+                "--kv-memory",
+                type=ByteSize(),
+                help="Bytes of KV memory, such as 2GiB.  [default: --max-streams contexts, at most 1GiB]",
+            ),
+            memory("--chunk-tokens", type=int, default=256, help="Most prompt tokens of one step."),
+            memory("--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of prompts seen before."),
+            running(
+                "--compile-cache",
+                type=A_FOLDER,
+                default=default_compile_cache(),
+                help="Where compiled programs are kept.",
+            ),
+            running("--no-compile-cache", is_flag=True, help="Compile anew at each start."),
+            running("--cache-dir", type=A_FOLDER, help=f"Where models are kept.  [default: {default_cache_dir()}]"),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _engine_options(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
+    return EngineOptions(
+        model=str(found.path),
+        page_size=flags["page_size"],
+        pages=flags["pages"],
+        kv_bytes=flags["kv_memory"],
+        num_slots=flags["max_streams"],
+        context=flags["context"],
+        chunk_tokens=flags["chunk_tokens"],
+        prefix_cache=flags["prefix_cache"],
+        max_queued_requests=flags.get("max_queued", 512),
+        max_queued_prompt_tokens=flags.get("max_queued_tokens", 524_288),
+        compile_cache=None if flags["no_compile_cache"] else str(flags["compile_cache"]),
+    )
+
+
+@commands.command(cls=SectionCommand)
+@click.argument("model_source", metavar="[MODEL]", default=DEFAULT_MODEL)
+@model("--served-model-name", metavar="NAME", help="What the API calls the model.  [default: the name it came by]")
+@network("--host", default="127.0.0.1", help="Address to listen on; beyond loopback it needs --api-keys.")
+@network("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes a free one.")
+@network("--tls-cert", type=A_FILE, help="Certificate chain (PEM); needs --tls-key.")
+@network("--tls-key", type=A_FILE, help="Private key (PEM).")
+@access("--api-keys", type=A_FILE, help="File of keys, made by 'headrace key'; without it nobody is asked for one.")
+@access("--allow-origin", multiple=True, metavar="ORIGIN", help="Web origin that may connect, besides our own.")
+@access("--allow-host", multiple=True, metavar="HOST", help="Host header to accept, besides the listening address.")
+@access("--unsafe-bind", is_flag=True, help="Listen beyond loopback without keys.")
+@engine_options
+@memory("--max-queued", type=int, default=512, help="Requests that may wait; more are refused as overloaded.")
+@memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
+@running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
+@running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")
+@running("--allow-unknown-fields", is_flag=True, help="Ignore unknown body fields with a warning header.")
+def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
+    """Serve MODEL over WebSocket and HTTP.
+
+    MODEL is smollm2-135m (the default, fetched on first use), a .gguf file, a model directory, or a Hugging Face name.
+    The URL is printed on standard output when the server is ready; everything else goes to standard error.
+    """
+    from headrace.serving.app.serve import run_server
+
+    found = _find_model(model_source, cache_dir)
+    options = ServeOptions(
+        model_name=flags["served_model_name"] or found.name,
+        model_path=found.path,
+        engine=_engine_options(found, flags),
+        host=flags["host"],
+        port=flags["port"],
+        api_keys=flags["api_keys"],
+        allow_origins=flags["allow_origin"],
+        allow_hosts=flags["allow_host"],
+        tls_cert=flags["tls_cert"],
+        tls_key=flags["tls_key"],
+        unsafe_bind=flags["unsafe_bind"],
+        drain_s=flags["drain_seconds"],
+        restart_engine=flags["restart_engine"],
+        allow_unknown_fields=flags["allow_unknown_fields"],
+    )
+    return run_server(options, Console(stderr=True))
