@@ -72,7 +72,7 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, object], *, allow_unknown:
     return ParsedBody(
         model=values.get("model"),
         prompts=() if is_chat else _prompts(values),
-        chat=_chat_prompt(values) if is_chat else None,
+        chat=chat_prompt(values) if is_chat else None,
         sampling=_sampling(values, num_logprobs),
         has_seed="seed" in values,
         max_tokens=_max_tokens(values, None if is_chat else DEFAULT_COMPLETION_TOKENS),
@@ -137,7 +137,8 @@ def _options(values: Values, *, logprobs: bool, ignored: tuple[str, ...]) -> Job
     )
 
 
-def _chat_prompt(values: Values) -> ChatPrompt:
+def chat_prompt(values: Values) -> ChatPrompt:
+    """messages and what belongs to them, from values that the field table has checked."""
     if "messages" not in values:
         raise _missing("messages")
     messages = parse_messages(values["messages"])

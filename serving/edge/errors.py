@@ -18,6 +18,7 @@ class ErrorCode(StrEnum):
     MALFORMED_JSON = "malformed_json"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     REQUEST_TOO_LARGE = "request_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
     UNKNOWN_FIELD = "unknown_field"
     UNSUPPORTED_FIELD = "unsupported_field"
     MISSING_FIELD = "missing_field"
@@ -76,6 +77,7 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
     ErrorCode.MALFORMED_JSON: ErrorRule(400, _BAD, "The body is not strict JSON, or not an object."),
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: ErrorRule(415, _BAD, "The content type is not application/json in UTF-8."),
     ErrorCode.REQUEST_TOO_LARGE: ErrorRule(413, _BAD, "The body or the prompt has more bytes than the limit."),
+    ErrorCode.REQUEST_TIMEOUT: ErrorRule(408, _BAD, "The body did not arrive in time."),
     ErrorCode.UNKNOWN_FIELD: ErrorRule(400, _BAD, "No such field; the nearest known name is suggested."),
     ErrorCode.UNSUPPORTED_FIELD: ErrorRule(400, _BAD, "A known field that is not applied yet, not at its default."),
     ErrorCode.MISSING_FIELD: ErrorRule(400, _BAD, "A required field is absent."),

@@ -204,6 +204,25 @@ STREAM_OPTION_FIELDS: tuple[Field, ...] = (
 )
 
 
+TOKENIZE_FIELDS: tuple[Field, ...] = (
+    _applied("model", Text(256), "the served model"),
+    _applied("prompt", Text(1 << 22), "null", "this or messages"),
+    _applied(
+        "add_special_tokens", Flag(), "true", "of a prompt: the begin token, where the tokenizer file asks for it"
+    ),
+    _applied("messages", Shaped("as in /v1/chat/completions"), "null", "this or prompt"),
+    _applied("add_generation_prompt", Flag(), "true"),
+    _applied("continue_final_message", Flag(), "false"),
+    _applied("chat_template_kwargs", ScalarMap(TEMPLATE_VARIABLES), "{}"),
+    _applied("return_token_strs", Flag(), "false", "adds token_strs"),
+)
+
+DETOKENIZE_FIELDS: tuple[Field, ...] = (
+    _applied("model", Text(256), "the served model"),
+    _applied("tokens", TokenIds(0, 1 << 20), "required"),
+)
+
+
 def table(endpoint: Endpoint) -> dict[str, Field]:
     return {item.name: item for item in FIELDS if endpoint in item.endpoints}
 
@@ -230,6 +249,11 @@ def check_stream_options(value: object) -> CheckedFields:
     if not isinstance(value, dict):
         raise ApiError(ErrorCode.INVALID_TYPE, "stream_options must be an object.", param="stream_options")
     return _check(_STREAM_OPTIONS, value, prefix="stream_options.", allow_unknown=False)
+
+
+def check_table(fields: tuple[Field, ...], body: Mapping[str, object]) -> CheckedFields:
+    """A body against a table that belongs to no generating endpoint."""
+    return _check({item.name: item for item in fields}, body, prefix="", allow_unknown=False)
 
 
 def _check(

@@ -4,83 +4,314 @@
 ``ApiError`` for every refusal, before the engine has seen anything.
 """
 
+import hashlib
+import json
+import secrets
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.serving.core.admission import Limits
+from headrace.serving.core.drain_rate import DrainRate
 from headrace.serving.core.request import CancelReason, Request, RequestId
-from headrace.serving.edge.bodies import JobOptions
+from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
+from headrace.serving.edge.bodies import JobOptions, ParsedBody, parse_body
+from headrace.serving.edge.engine_client import EngineUnavailable, Sink
+from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
 from headrace.serving.edge.fields import Endpoint
-from headrace.serving.edge.generation import Generation
+from headrace.serving.edge.generation import Done, Failure, Generation
+from headrace.serving.edge.job import Job
+from headrace.serving.edge.metrics import Metrics
+from headrace.serving.edge.preparation import Admission, Preparation, TemplatePort, TokenizerPort, cache_namespace
+from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready, Stats
 
+__all__ = ["Endpoint", "EnginePort", "Job", "JobOptions", "Readiness", "Service", "ServiceConfig"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A started request: one generation per choice.
-
-    request_id: "req_" and 32 hex digits, made by the server. created: unix seconds. queue_depth: requests that waited
-    when this one was submitted. contract: fingerprint of what serves it (system_fingerprint).
-    """
-
-    request_id: str
-    endpoint: Endpoint
-    model: str
-    created: int
-    queue_depth: int
-    contract: str
-    options: JobOptions
-    generations: tuple[Generation, ...]
-
-    def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """Prompt token ids of the choice with that index."""
-        return self.generations[index].request.prompt_ids
-
-    def cancel(self, reason: CancelReason) -> None:
-        for generation in self.generations:
-            generation.cancel(reason)
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    ready: bool
-    reason: str
+SAMPLING_POLICY = "headrace-sampling/1"
 
 
 class EnginePort(Protocol):
-    """What the service needs of the engine client."""
+    """The part of ``EngineClient`` that the service uses."""
 
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def failure(self) -> str | None: ...
     @property
     def ready_info(self) -> Ready | None: ...
     @property
     def stats(self) -> Stats: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def queue_depth(self) -> int: ...
+    @property
+    def num_restarts(self) -> int: ...
     def next_request_id(self) -> RequestId: ...
-    def submit(self, request: Request, sink: Callable[[object], None]) -> None: ...
+    def submit(self, request: Request, sink: Sink) -> None: ...
     def cancel(self, request_id: RequestId, reason: CancelReason) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """model_names: what clients may call the model; the first is its name in answers. vocab_size: of the model.
+
+    eos_ids: end a generation unless ignore_eos is set. max_queued_*: requests (and their prompt tokens) that may wait
+    for a first token; the engine's own limits must not be lower.
+    """
+
+    model_names: tuple[str, ...]
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    kv_dtype: str = "float32"
+    version: str = "0.1.0"
+    max_queued_requests: int = 512
+    max_queued_prompt_tokens: int = 524_288
+    max_prompt_bytes: int = 1 << 20
+    max_body_bytes: int = 4 << 20
+    allow_unknown_fields: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """reason: why not, or "ready"."""
+
+    ready: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Requests without a first token, as the queue limits see them."""
+
+    prompt_tokens: dict[RequestId, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+
+    def add(self, request: Request) -> None:
+        self.prompt_tokens[request.request_id] = len(request.prompt_ids)
+        self.num_prompt_tokens += len(request.prompt_ids)
+
+    def remove(self, request: Request) -> bool:
+        """Whether it was there."""
+        size = self.prompt_tokens.pop(request.request_id, None)
+        self.num_prompt_tokens -= size or 0
+        return size is not None
+
+
 class Service:
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
-        """Admit and submit one request. Cancelling the awaiting task before it returns starts nothing."""
-        raise NotImplementedError
+    """Everything behind the doors but the engine. All methods run on one event loop."""
 
-    def is_ready(self) -> Readiness:
-        """True only when the engine is ready, moves, and the service is not draining; the reason says why not."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        config: ServiceConfig,
+        *,
+        engine: EnginePort,
+        tokenizer: TokenizerPort,
+        template: TemplatePort | None,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.created = int(time.time())
+        self.metrics = metrics or Metrics(config.model_names[0], engine)
+        self.preparation = Preparation(tokenizer, template, max_prompt_bytes=config.max_prompt_bytes)
+        self._tokenizer = tokenizer
+        self._template_hash = template.content_hash if template else ""
+        self._clock = clock
+        self._is_draining = False
+        self._waiting = _Waiting()
+        self._drain_rate = DrainRate()
 
-    @property
-    def queue_depth(self) -> int:
-        """Requests submitted and still without a first token."""
-        raise NotImplementedError
+    # State
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        return self.config.model_names
 
     @property
     def max_context(self) -> int:
-        raise NotImplementedError
+        """Prompt and output tokens of one request; 0 before the engine is ready."""
+        ready = self.engine.ready_info
+        return ready.max_context if ready else 0
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for a row of the step."""
+        return self.engine.queue_depth
+
+    def token_bytes(self, token_id: int) -> bytes:
+        table = self._tokenizer.token_bytes
+        return table[token_id] if token_id < len(table) else b""
+
+    def is_ready(self) -> Readiness:
+        """True only when the engine is ready, moves, and nothing drains; false the moment that it is lost."""
+        state = self.engine.state
+        if self._is_draining or state is EngineState.DRAINING:
+            return Readiness(False, "draining")
+        if state is EngineState.STARTING:
+            return Readiness(False, "the engine is starting")
+        if state is EngineState.DEAD:
+            return Readiness(False, f"the engine is dead: {self.engine.failure or 'it was never started'}")
+        return Readiness(True, "ready")
 
     def drain(self) -> None:
         """Refuse new work with shutting_down; running generations go on."""
-        raise NotImplementedError
+        self._is_draining = True
+
+    def close(self) -> None:
+        """End the threads; the engine belongs to whoever started it."""
+        self.preparation.close()
+
+    @property
+    def contract(self) -> str:
+        """Fingerprint of what fixes an answer: weights, tokenizer, template, KV type, sampling policy, version."""
+        ready = self.engine.ready_info
+        parts = {
+            "model": ready.model_hash if ready else "",
+            "tokenizer": self._tokenizer.content_hash,
+            "template": self._template_hash,
+            "kv_dtype": self.config.kv_dtype,
+            "sampling": SAMPLING_POLICY,
+            "version": self.config.version,
+        }
+        return "fp_" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    # Requests
+
+    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
+        """Admit and submit one request. Raises ApiError. Cancelling the caller before it returns starts nothing."""
+        try:
+            return await self._start(Endpoint(endpoint), body, tenant)
+        except ApiError as error:
+            self.metrics.refused(error.code)
+            raise
+
+    async def _start(self, endpoint: Endpoint, body: Mapping[str, object], tenant: str) -> Job:
+        ready = self._require_ready()
+        parsed = parse_body(endpoint, body, allow_unknown=self.config.allow_unknown_fields)
+        self.require_model(parsed.model)
+        num_choices = max(1, len(parsed.prompts))
+        self._require_room(num_choices, 0)
+        requests = await self.preparation.requests(parsed, self._admission(ready, parsed, num_choices, tenant))
+        self._require_ready()
+        self._require_room(num_choices, sum(len(request.prompt_ids) for request in requests))
+        queue_depth = self.queue_depth
+        generations = tuple(self._generation(index, request, parsed) for index, request in enumerate(requests))
+        self._submit(generations)
+        return Job(
+            request_id=f"req_{secrets.token_hex(16)}",
+            endpoint=endpoint,
+            model=parsed.model or self.model_names[0],
+            created=int(time.time()),
+            queue_depth=queue_depth,
+            contract=self.contract,
+            options=parsed.options,
+            generations=generations,
+        )
+
+    def _admission(self, ready: Ready, parsed: ParsedBody, num_choices: int, tenant: str) -> Admission:
+        draw_seed = not parsed.has_seed
+        return Admission(
+            limits=Limits(
+                vocab_size=self.config.vocab_size,
+                max_context=ready.max_context,
+                page_size=ready.page_size,
+                num_usable_pages=ready.num_pages - 1,
+                eos_ids=self.config.eos_ids,
+            ),
+            namespace=cache_namespace(
+                model_hash=ready.model_hash,
+                tokenizer_hash=self._tokenizer.content_hash,
+                template_hash=self._template_hash,
+                kv_dtype=self.config.kv_dtype,
+                tenant=tenant,
+            ),
+            tenant=tenant,
+            request_ids=tuple(self.engine.next_request_id() for _ in range(num_choices)),
+            seeds=tuple(secrets.randbits(63) if draw_seed else parsed.sampling.seed for _ in range(num_choices)),
+        )
+
+    def _generation(self, index: int, request: Request, parsed: ParsedBody) -> Generation:
+        tokenizer = self._tokenizer
+        return Generation(
+            index=index,
+            request=request,
+            text=OutputText(
+                Detokenizer(tokenizer.token_bytes, tokenizer.special_ids),
+                StopMatcher(parsed.stop, parsed.include_stop, min_tokens=parsed.min_tokens),
+            ),
+            token_bytes=tokenizer.token_bytes,
+            cancel_engine=self.engine.cancel,
+            watcher=self,
+            keep_token_ids=parsed.options.return_token_ids,
+            include_stop=parsed.include_stop,
+            clock=self._clock,
+        )
+
+    def _submit(self, generations: tuple[Generation, ...]) -> None:
+        try:
+            for generation in generations:
+                self.engine.submit(generation.request, generation.on_event)
+                self._waiting.add(generation.request)
+                self.metrics.accepted()
+        except EngineUnavailable:
+            for generation in generations:
+                generation.cancel(CancelReason.SHUTDOWN)
+            self._require_ready()
+            raise
+
+    def _require_ready(self) -> Ready:
+        ready = self.engine.ready_info
+        readiness = self.is_ready()
+        if readiness.ready and ready is not None:
+            return ready
+        if self._is_draining or self.engine.state is EngineState.DRAINING:
+            raise shutting_down()
+        raise ApiError(
+            ErrorCode.NOT_READY,
+            "The engine is not ready to take requests; /readyz says why. Retry later.",
+            retry_after_ms=5000,
+        )
+
+    def require_model(self, name: str | None) -> None:
+        """Raises ApiError unless it is a served name or left out."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"This server does not serve that model; it serves {', '.join(self.model_names)}.",
+                param="model",
+            )
+
+    def _require_room(self, num_new: int, num_prompt_tokens: int) -> None:
+        config, waiting = self.config, self._waiting
+        num_waiting = len(waiting.prompt_tokens)
+        excess = num_waiting + num_new - config.max_queued_requests
+        excess_tokens = waiting.num_prompt_tokens + num_prompt_tokens - config.max_queued_prompt_tokens
+        if excess <= 0 and (excess_tokens <= 0 or not num_waiting):
+            return
+        limit = f"{config.max_queued_requests} requests or {config.max_queued_prompt_tokens} prompt tokens"
+        raise ApiError(
+            ErrorCode.QUEUE_FULL,
+            f"The queue is full: at most {limit} may wait. Retry later.",
+            retry_after_ms=self._drain_rate.retry_after_ms(max(1, excess), self._clock()),
+        )
+
+    # Watching generations
+
+    def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None:
+        if previous_s is None:
+            self._left_queue(generation.request, now_s)
+            self.metrics.first_token(now_s - generation.created_s)
+        else:
+            self.metrics.next_token(now_s - previous_s)
+
+    def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
+        self._left_queue(generation.request, now_s)
+        self.metrics.ended(generation, outcome, now_s)
+
+    def _left_queue(self, request: Request, now_s: float) -> None:
+        if self._waiting.remove(request):
+            self._drain_rate.on_leave(now_s, others_wait=bool(self._waiting.prompt_tokens))
