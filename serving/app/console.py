@@ -38,7 +38,8 @@ class ProgressDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._bars.stop()
 
     def update(self, what: str, done: int, total: int) -> None:
         """A ``Progress`` callback: what is being done, and how far it is."""
