@@ -64,7 +64,7 @@ checks:
 
 $(CHECKS:%=check-%): check-%: venv-dev
 	@mkdir -p evidence
-	$(BIN)/python scripts/check_$*.py --out evidence/$*.json
+	$(BIN)/python -m scripts.check_$* --out evidence/$*.json
 
 clean:
 	rm -rf .typecheck .mypy_cache .ruff_cache .pytest_cache

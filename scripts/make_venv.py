@@ -85,7 +85,7 @@ def install(directory, root, extra):
     key = install_key(root)
     if read(stamps["dev"]) == key or (not extra and read(stamps["run"]) == key):
         return
-    print(f"Installing Headrace into {directory} (about 200 MB the first time)", flush=True)
+    print(f"Installing Headrace into {directory} (downloads a few hundred MB the first time)", flush=True)
     target = root + ("[" + extra + "]" if extra else "")
     pip = [os.path.join(directory, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
     if subprocess.call([*pip, "install", "--editable", target]) != 0:
