@@ -1,0 +1,93 @@
+"""The spec tree: names, shapes, axes, bytes, and random weights drawn from it."""
+
+import math
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from headrace.model.families import FAMILIES, family_named
+from headrace.model.family import Family, FileFormat
+from headrace.model.init import init_weights
+from headrace.model.shapes import AXIS_LETTERS
+from headrace.model.specs import param_specs, weight_bytes
+from tests.model.tiny import TINY
+
+UNTIED = replace(TINY, tied_embeddings=False)
+SIZES = {"V": 96, "D": 64, "F": 96, "N": 4, "K": 2, "H": 16}
+
+
+def test_shapes_and_axes_follow_the_letters_of_the_names() -> None:
+    axes: dict[str, set[str]] = {}
+    for spec in jax.tree.leaves(param_specs(UNTIED)):
+        letters = spec.name.rsplit("_", 1)[1]
+        assert spec.shape == tuple(SIZES[letter] for letter in letters), spec.name
+        assert len(spec.logical_axes) == len(letters)
+        for letter, axis in zip(letters, spec.logical_axes, strict=True):
+            axes.setdefault(letter, set()).add(axis)
+    assert axes == {
+        "V": {"vocab"}, "D": {"width"}, "F": {"ffn"}, "N": {"heads"}, "K": {"kv_heads"}, "H": {"head_dim"}
+    }  # fmt: skip
+    assert axes.keys() <= AXIS_LETTERS.keys()
+
+
+def test_names_are_paths_in_the_tree() -> None:
+    tree = param_specs(UNTIED)
+    for path, spec in jax.tree.leaves_with_path(tree):
+        assert re.sub(r"\[(\d+)\]", r".\1", jax.tree_util.keystr(path)).lstrip(".") == spec.name
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize("file_format", FileFormat)
+def test_every_weight_has_a_source_name_of_its_own(family: Family, file_format: FileFormat) -> None:
+    specs = jax.tree.leaves(param_specs(replace(UNTIED, family=family.name)))
+    names = [spec.source.of(file_format) for spec in specs]
+    assert len(set(names)) == len(names) == 3 + 9 * TINY.num_layers
+    assert not any("{" in name for name in names)
+
+
+def test_stored_shapes_are_outputs_by_inputs() -> None:
+    layer = param_specs(TINY).layers[0]
+    assert layer.q_DNH.stored_shape == (64, 64) and layer.k_DKH.stored_shape == (32, 64)
+    assert layer.o_NHD.stored_shape == (64, 64) and layer.down_FD.stored_shape == (64, 96)
+    assert layer.up_DF.stored_shape == (96, 64) and layer.attn_norm_D.stored_shape == (64,)
+    assert param_specs(TINY).embed_VD.stored_shape == (96, 64)
+
+
+def test_bytes_are_counted_without_allocating() -> None:
+    per_layer = 2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
+    assert weight_bytes(TINY) == 4 * (96 * 64 + 64 + 2 * per_layer)
+    assert weight_bytes(UNTIED) - weight_bytes(TINY) == 4 * 64 * 96
+    assert weight_bytes(TINY, np.float16) * 2 == weight_bytes(TINY)
+    large = replace(TINY, width=8192, ffn_width=28672, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128)
+    assert 250e9 < weight_bytes(large) < 280e9
+
+
+def test_tied_embeddings_have_no_head() -> None:
+    assert param_specs(TINY).head_DV is None
+    assert param_specs(UNTIED).head_DV is not None
+
+
+def test_random_weights_are_seeded_and_independent_of_other_weights() -> None:
+    a, b, c = init_weights(TINY, 1), init_weights(TINY, 1), init_weights(TINY, 2)
+    for x, y, z in zip(*(jax.tree.leaves(w) for w in (a, b, c)), strict=True):
+        assert x.tobytes() == y.tobytes()
+        assert x.ndim == 1 or x.tobytes() != z.tobytes()
+    deeper = init_weights(replace(TINY, num_layers=3), 1)
+    assert np.array_equal(deeper.layers[1].q_DNH, a.layers[1].q_DNH)
+    assert not np.array_equal(a.layers[0].q_DNH, a.layers[1].q_DNH)
+
+
+def test_random_weights_keep_the_scale_of_their_input() -> None:
+    weights = init_weights(UNTIED, 1)
+    for spec, x in zip(jax.tree.leaves(param_specs(UNTIED)), jax.tree.leaves(weights), strict=True):
+        assert x.shape == spec.shape and x.dtype == spec.dtype
+        expected = 0.0 if x.ndim == 1 else 1 / math.sqrt(spec.num_inputs)
+        assert x.std() == pytest.approx(expected, rel=0.1, abs=1e-9), spec.name
+
+
+def test_an_unknown_family_is_an_error() -> None:
+    with pytest.raises(KeyError, match="mamba"):
+        family_named("mamba")
