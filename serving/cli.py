@@ -19,11 +19,26 @@ from headrace.serving.core.errors import ConfigError
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 A_FOLDER = click.Path(file_okay=False, path_type=Path)
 
+SAMPLING_FLAGS = (
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "ignore_eos",
+)
+
 network = section("Network")
 access = section("Access")
 model = section("Model")
 memory = section("Memory and steps")
 sampling = section("Generation")
+output = section("Output")
 running = section("Running")
 
 
@@ -71,36 +86,39 @@ def _find_model(name: str, cache_dir: Path | None) -> ResolvedModel:
         return resolve_model(name, cache_dir=cache_dir, progress=display.update)
 
 
-def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that ``serve`` and ``generate`` share, listed in this order."""
-    for option in reversed(
-        (
-            memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
-            memory("--max-streams", type=int, default=16, help="Requests that generate at the same time."),
-            memory("--page-size", type=int, default=16, help="Tokens in a page of KV memory."),
-            memory("--pages", type=int, help="Pages of KV memory.  [default: what --kv-memory holds]"),
-            memory(
-                "--kv-memory",
-                type=ByteSize(),
-                help="Bytes of KV memory, such as 2GiB.  [default: --max-streams contexts, at most 1GiB]",
-            ),
-            memory("--chunk-tokens", type=int, default=256, help="Most prompt tokens of one step."),
-            memory("--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of prompts seen before."),
-            running(
-                "--compile-cache",
-                type=A_FOLDER,
-                default=default_compile_cache(),
-                help="Where compiled programs are kept.",
-            ),
-            running("--no-compile-cache", is_flag=True, help="Compile anew at each start."),
-            running("--cache-dir", type=A_FOLDER, help=f"Where models are kept.  [default: {default_cache_dir()}]"),
-        )
-    ):
-        command = option(command)
-    return command
+def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that ``serve`` and ``generate`` share, listed in this order. max_streams: its default."""
+    options = (
+        memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
+        memory("--max-streams", type=int, default=max_streams, help="Requests that generate at the same time."),
+        memory("--page-size", type=int, default=16, help="Tokens in a page of KV memory."),
+        memory("--pages", type=int, help="Pages of KV memory.  [default: what --kv-memory holds]"),
+        memory(
+            "--kv-memory",
+            type=ByteSize(),
+            help="Bytes of KV memory, such as 2GiB.  [default: --max-streams contexts, at most 1GiB]",
+        ),
+        memory("--chunk-tokens", type=int, default=256, help="Most prompt tokens of one step."),
+        memory("--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of prompts seen before."),
+        running(
+            "--compile-cache",
+            type=A_FOLDER,
+            default=default_compile_cache(),
+            help="Where compiled programs are kept.",
+        ),
+        running("--no-compile-cache", is_flag=True, help="Compile anew at each start."),
+        running("--cache-dir", type=A_FOLDER, help=f"Where models are kept.  [default: {default_cache_dir()}]"),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def _engine_options(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
+def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
     return EngineOptions(
         model=str(found.path),
         page_size=flags["page_size"],
@@ -127,7 +145,7 @@ def _engine_options(found: ResolvedModel, flags: dict[str, Any]) -> EngineOption
 @access("--allow-origin", multiple=True, metavar="ORIGIN", help="Web origin that may connect, besides our own.")
 @access("--allow-host", multiple=True, metavar="HOST", help="Host header to accept, besides the listening address.")
 @access("--unsafe-bind", is_flag=True, help="Listen beyond loopback without keys.")
-@engine_options
+@engine_options(max_streams=16)
 @memory("--max-queued", type=int, default=512, help="Requests that may wait; more are refused as overloaded.")
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
@@ -145,7 +163,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     options = ServeOptions(
         model_name=flags["served_model_name"] or found.name,
         model_path=found.path,
-        engine=_engine_options(found, flags),
+        engine=_resolved(found, flags),
         host=flags["host"],
         port=flags["port"],
         api_keys=flags["api_keys"],
@@ -159,3 +177,39 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         allow_unknown_fields=flags["allow_unknown_fields"],
     )
     return run_server(options, Console(stderr=True))
+
+
+@commands.command(cls=SectionCommand)
+@click.argument("prompt")
+@model("--model", "model_source", default=DEFAULT_MODEL, help="As for serve: a name, a .gguf file or a directory.")
+@sampling("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@sampling("--system", help="A system message before the prompt; needs --chat.")
+@sampling("--max-tokens", type=int, help="Most new tokens.  [default: 16; with --chat the rest of the context]")
+@sampling("--min-tokens", type=int, default=0, help="Hold off every end for so many tokens.")
+@sampling("--temperature", type=float, default=1.0, help="0 is greedy.")
+@sampling("--top-k", type=int, default=0, help="Draw from the k likeliest tokens; 0 is off.")
+@sampling("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens of this much probability.")
+@sampling("--min-p", type=float, default=0.0, help="Leave out tokens below this share of the likeliest.")
+@sampling("--repetition-penalty", type=float, default=1.0, help="Above 1 makes used tokens less likely.")
+@sampling("--presence-penalty", type=float, default=0.0, help="Subtracted once from tokens generated before.")
+@sampling("--frequency-penalty", type=float, default=0.0, help="Subtracted for each time a token was generated.")
+@sampling("--seed", type=int, help="Makes the draw repeatable.  [default: random]")
+@sampling("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
+@sampling("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
+@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@engine_options(max_streams=1)
+def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bool, **flags: Any) -> int:
+    """Complete PROMPT, without a server; '-' reads it from standard input.
+
+    Standard output gets the text as it comes, or one JSON object with text, token_ids, prompt_token_ids, finish_reason,
+    usage and metrics.
+    """
+    from headrace.serving.app.generate import Prompt, run_generate
+
+    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+    wanted = Prompt(text=text, chat=flags.pop("chat"), system=flags.pop("system"))
+    parameters = {name: flags[name] for name in SAMPLING_FLAGS}
+    if flags["max_tokens"] is not None:
+        parameters["max_tokens"] = flags["max_tokens"]
+    options = _resolved(_find_model(model_source, cache_dir), flags)
+    return run_generate(wanted, options, parameters, as_json=as_json, console=Console(stderr=True))

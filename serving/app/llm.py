@@ -11,7 +11,7 @@ from headrace.model.config_files import read_config
 from headrace.model.pull import DEFAULT_MODEL, resolve_model
 from headrace.model.tokenizer import load_tokenizer
 from headrace.serving.app.build import EngineOptions, build_engine
-from headrace.serving.app.offline import Completion, RequestError, complete
+from headrace.serving.app.offline import Completion, OnText, RequestError, complete
 from headrace.serving.app.options import default_compile_cache
 from headrace.serving.core.admission import Limits, validate
 from headrace.serving.core.errors import ConfigError
@@ -107,20 +107,25 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        on_text: OnText | None = None,
         **params: Unpack[Parameters],
     ) -> list[Completion]:
         """Complete each prompt; results in their order.
 
         prompts: a text, texts, or lists of token ids. A text is the whole prompt: control tokens written in it count.
+        on_text: called with the index of a prompt and its new text, as it comes.
         Raises: RequestError, naming the prompt, when a prompt or parameter is refused; ValueError; EngineFailure.
         """
         given: Sequence[str | Sequence[int]] = (prompts,) if isinstance(prompts, str) else prompts
         ids = [self._text_ids(p) if isinstance(p, str) else list(p) for p in given]
-        return self._complete(ids, COMPLETION_TOKENS, params)
+        return self._complete(ids, COMPLETION_TOKENS, params, on_text)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        on_text: OnText | None = None,
         **params: Unpack[Parameters],
     ) -> list[Completion]:
         """Answer one conversation, or each of several.
@@ -131,7 +136,7 @@ class LLM:
         if template is None:
             raise ConfigError(f"{self.options.model} has no chat template; use generate with a prompt of your own")
         ids = [template.render_ids(self.tokenizer, [dict(m) for m in talk]) for talk in _conversations(messages)]
-        return self._complete(ids, None, params)
+        return self._complete(ids, None, params, on_text)
 
     def score(self, prompt_ids: Sequence[int], continuation_ids: Sequence[int]) -> list[TokenLogprobs]:
         """Teacher forcing: of each continuation token, its logprob after everything before it, with its rank.
@@ -162,7 +167,9 @@ class LLM:
         bos_id = self.tokenizer.bos_id
         return [bos_id, *ids] if self.tokenizer.add_bos and bos_id is not None else ids
 
-    def _complete(self, prompts: Sequence[list[int]], max_tokens: int | None, params: Parameters) -> list[Completion]:
+    def _complete(
+        self, prompts: Sequence[list[int]], max_tokens: int | None, params: Parameters, on_text: OnText | None
+    ) -> list[Completion]:
         values: dict[str, Any] = {"max_tokens": max_tokens, "seed": None, **params}
         ending = Ending(**{name: values.pop(name) for name in ENDING_FIELDS & values.keys()})
         if isinstance(ending.stop, str) or not all(ending.stop):
@@ -173,7 +180,7 @@ class LLM:
             work = [
                 (self._request(i, ids, ending, sampling[i]), self._output_text(ending)) for i, ids in enumerate(prompts)
             ]
-            return complete(self._loop, work, include_stop=ending.include_stop)
+            return complete(self._loop, work, include_stop=ending.include_stop, on_text=on_text)
 
     def _output_text(self, ending: Ending) -> OutputText:
         return OutputText(

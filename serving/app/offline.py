@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ from headrace.serving.core.request import (
 from headrace.serving.core.text import OutputText
 from headrace.serving.edge.generation import Usage
 from headrace.serving.engine.engine import StepLoop
+
+OnText = Callable[[int, str], None]
+"""(index of the prompt, new text), called from inside the call that generates."""
 
 
 class RequestError(ValueError):
@@ -81,17 +84,30 @@ class _Work:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     matched: str | None = None
+    on_text: OnText | None = None
+
+    def add_text(self, text: str) -> None:
+        self.pieces.append(text)
+        if text and self.on_text is not None:
+            self.on_text(self.index, text)
 
 
 def complete(
-    loop: StepLoop, requests: Sequence[tuple[Request, OutputText]], *, include_stop: bool = False
+    loop: StepLoop,
+    requests: Sequence[tuple[Request, OutputText]],
+    *,
+    include_stop: bool = False,
+    on_text: OnText | None = None,
 ) -> list[Completion]:
     """Run all requests to their end, batched as they come and fit; results in the order given.
 
+    on_text: told of each piece of text as it comes, in order for each prompt.
     Every output text must be fresh. Raises RequestError (nothing of the call goes on then), EngineFailure or
     InvariantError.
     """
-    waiting = deque(_Work(i, request, text, include_stop) for i, (request, text) in enumerate(requests))
+    waiting = deque(
+        _Work(i, request, text, include_stop, on_text=on_text) for i, (request, text) in enumerate(requests)
+    )
     live: dict[RequestId, _Work] = {}
     done: list[Completion | None] = [None] * len(requests)
     with _cancelled_at_exit(loop, live):
@@ -147,14 +163,14 @@ def _add_token(work: _Work, event: TokenEvent) -> None:
         work.logprobs.append(event.logprobs)
     if event.token_id not in work.request.stop.stop_token_ids or work.include_stop:
         piece = work.output.push(event.token_id)
-        work.pieces.append(piece.text)
+        work.add_text(piece.text)
         work.matched = piece.stop
 
 
 def _completion(work: _Work, end: Finished) -> Completion:
     if work.matched is None:
         rest = work.output.finish()
-        work.pieces.append(rest.text)
+        work.add_text(rest.text)
         work.matched = rest.stop
     stop_reason: str | int | None = work.matched
     if stop_reason is None and end.reason is FinishReason.STOP:
