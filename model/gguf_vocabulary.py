@@ -29,7 +29,10 @@ from headrace.model.vocabulary import (
 
 PREFIX = "tokenizer.ggml."
 
-_WORDS_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 _WORDS_QWEN2 = _WORDS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 # Value of tokenizer.ggml.pre -> how text is split. "gpt2": GPT-2's own pattern; "digits": each digit first, then that.
@@ -148,6 +151,7 @@ def vocabulary_from_gguf(gguf: GGUFFile) -> Vocabulary:
         token_bytes=table,
         special_ids=special_ids,
         bos_id=fields.token_id("bos_token_id", len(tokens)),
+        eos_id=fields.token_id("eos_token_id", len(tokens)),
         eos_ids=tuple(sorted(i for i in eos_ids if i is not None)),
         unk_id=unk_id,
         add_bos=fields.get("add_bos_token", bool, add_bos),

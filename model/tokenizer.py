@@ -1,12 +1,12 @@
 """Text to ids and ids to text. JAX-free, and safe to share between threads: nothing changes after construction."""
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
+from headrace.model.control_text import ControlText
 from headrace.model.directory import ModelDirectory
 from headrace.model.gguf_metadata import GGUFFile, read_gguf
 from headrace.model.gguf_vocabulary import vocabulary_from_gguf
@@ -27,15 +27,10 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        texts = sorted((t for t in map(self.token_text, vocabulary.special_ids) if t), key=len, reverse=True)
-        self.special_texts: tuple[str, ...] = tuple(texts)
-        """Texts of the control tokens, longest first."""
-        guarded = (i for i in vocabulary.special_ids if len(self.token_text(i)) > 1)
-        self._guarded = frozenset(guarded) - {vocabulary.unk_id}
-        # A control token cannot be made from pieces that part after its first character.
-        self._breaks = re.compile(
-            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in texts if len(t) > 1)
-        )
+        self._special_by_text = {t: i for i in vocabulary.special_ids if len(t := self.token_text(i)) > 1}
+        self._guarded = frozenset(self._special_by_text.values()) - {vocabulary.unk_id}
+        self.control_text = ControlText(self._special_by_text)
+        """Finds the text of control tokens."""
 
     @property
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -57,6 +52,11 @@ class Tokenizer:
         return self._vocabulary.bos_id
 
     @property
+    def eos_id(self) -> int | None:
+        """The end-of-text id that the files declare; templates write its text."""
+        return self._vocabulary.eos_id
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a generation, ascending; may be empty."""
         return self._vocabulary.eos_ids
@@ -73,6 +73,10 @@ class Tokenizer:
     def token_text(self, index: int) -> str:
         return self._vocabulary.token_bytes[index].decode("utf-8", "replace")
 
+    def special_id(self, text: str) -> int:
+        """The id of a control token by its text. Raises: KeyError."""
+        return self._special_by_text[text]
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Ids of a text, exactly; nothing is added.
 
@@ -86,7 +90,7 @@ class Tokenizer:
         ids = self._encode(self._vocabulary.plain_backend, text)
         if self._guarded.isdisjoint(ids):
             return ids
-        pieces = self._breaks.split(text)
+        pieces = self.control_text.split_ordinary(text)
         return [i for piece in pieces for i in self._encode(self._vocabulary.plain_backend, piece)]
 
     def _encode(self, backend: Backend, text: str) -> list[int]:

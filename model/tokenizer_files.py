@@ -47,6 +47,7 @@ def vocabulary_from_directory(directory: ModelDirectory) -> Vocabulary:
         token_bytes=table,
         special_ids=frozenset(token["id"] for token in added if token["special"] and token["content"]),
         bos_id=bos_id,
+        eos_id=_named_token(directory, backend, config, "eos_token"),
         eos_ids=_eos_ids(directory, backend, config, len(table)),
         unk_id=backend.token_to_id(unk_text) if isinstance(unk_text, str) else source["model"].get("unk_id"),
         add_bos=_adds_bos(backend, config, bos_id),

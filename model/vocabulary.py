@@ -24,7 +24,7 @@ class Vocabulary:
     backend: turns the text of control tokens into their ids; plain_backend: reads such text as any other. Two objects,
     because that is a setting of the object, and changing one that other threads use fails. No truncation, no padding.
     token_bytes: the bytes of each id; b"" for an id without a token.
-    special_ids: control ids. eos_ids: those that end a generation, ascending.
+    special_ids: control ids. eos_id: the declared end of a text; eos_ids: all that end a generation, ascending.
     unk_id: the id that stands for what the vocabulary cannot express, or None (the text is dropped).
     adds_leading_space: one space is put before a text that stands alone, and taken off again by ``decode``.
     content_hash: SHA-256 in hex over all that determines ids and text.
@@ -36,6 +36,7 @@ class Vocabulary:
     token_bytes: tuple[bytes, ...]
     special_ids: frozenset[int]
     bos_id: int | None
+    eos_id: int | None
     eos_ids: tuple[int, ...]
     unk_id: int | None
     add_bos: bool

@@ -1,0 +1,41 @@
+"""Finding the text of control tokens in other text."""
+
+import re
+from collections.abc import Iterable
+
+
+class ControlText:
+    """The texts of a vocabulary's control tokens. A text of one character cannot be told from content and is left out."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        # Longest first, as the tokenizer library prefers them.
+        ordered = sorted((text for text in set(texts) if len(text) > 1), key=lambda text: (-len(text), text))
+        nothing = r"(?!)"
+        self._whole = re.compile("|".join(map(re.escape, ordered)) or nothing)
+        self._captured = re.compile(f"({self._whole.pattern})")
+        self._breaks = re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in ordered) or nothing)
+        self._longest = len(ordered[0]) if ordered else 0
+        self._beginnings = frozenset(text[:cut] for text in ordered for cut in range(1, len(text)))
+        self._ends = frozenset(text[cut:] for text in ordered for cut in range(1, len(text)))
+        self._ordered = ordered
+
+    def occurs_in(self, text: str) -> bool:
+        return self._whole.search(text) is not None
+
+    def count(self, text: str) -> int:
+        return sum(1 for _ in self._whole.finditer(text))
+
+    def split(self, text: str) -> list[str]:
+        """Ordinary text and control text in turn, ordinary text (maybe "") first and last."""
+        return self._captured.split(text)
+
+    def split_ordinary(self, text: str) -> list[str]:
+        """The text in pieces, none of which holds a control text whole: each is parted after its first character."""
+        return self._breaks.split(text)
+
+    def may_straddle(self, text: str) -> bool:
+        """Whether text that stands before or after this one could complete a control text with part of it."""
+        return any(
+            text[-n:] in self._beginnings or text[:n] in self._ends
+            for n in range(1, min(self._longest, len(text) + 1))
+        ) or (0 < len(text) < self._longest and any(text in control for control in self._ordered))
