@@ -25,10 +25,11 @@ from headrace.model.tokenizer import Tokenizer
 __all__ = ["ChatTemplate", "ChatTemplateError", "RenderLimits", "load_chat_template"]
 
 MAX_SOURCE_CHARS = 1 << 20
-_OWN_NAMES = frozenset(
-    """messages tools documents add_generation_prompt continue_final_message bos_token eos_token unk_token pad_token
-    strftime_now raise_exception chat_template tokenize""".split()
-)
+_OWN_NAMES = frozenset((
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token",
+    "unk_token", "pad_token", "strftime_now", "raise_exception", "chat_template", "tokenize",
+))  # fmt: skip
+"""What the server sets or withholds; no request may."""
 
 
 class ChatTemplate:
@@ -41,7 +42,9 @@ class ChatTemplate:
     def __init__(self, source: str, path: Path, *, now: datetime, limits: RenderLimits | None = None) -> None:
         """Raises: ModelFileError if the template cannot be compiled."""
         if len(source) > MAX_SOURCE_CHARS:
-            raise ModelFileError(path, f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
+            raise ModelFileError(
+                path, f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}"
+            )
         self._environment = TemplateEnvironment()
         self._limits = limits or RenderLimits()
         self._now = now
@@ -96,7 +99,9 @@ class ChatTemplate:
             text = self._render(
                 tokenizer,
                 changed,
-                add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+                add_generation_prompt=not continue_final_message
+                if add_generation_prompt is None
+                else add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **_map_texts(dict(variables or {}), change),
             )

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class ControlText:
-    """The texts of a vocabulary's control tokens. A text of one character cannot be told from content and is left out."""
+    """The texts of a vocabulary's control tokens; one of a single character cannot be told from content and is left out."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         # Longest first, as the tokenizer library prefers them.
@@ -36,6 +36,5 @@ class ControlText:
     def may_straddle(self, text: str) -> bool:
         """Whether text that stands before or after this one could complete a control text with part of it."""
         return any(
-            text[-n:] in self._beginnings or text[:n] in self._ends
-            for n in range(1, min(self._longest, len(text) + 1))
+            text[-n:] in self._beginnings or text[:n] in self._ends for n in range(1, min(self._longest, len(text) + 1))
         ) or (0 < len(text) < self._longest and any(text in control for control in self._ordered))

@@ -155,7 +155,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         return guarded
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         self = __self
         _check_numbers((*args, *kwargs.values()))
         owner = getattr(__obj, "__self__", None)
@@ -193,7 +193,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr)  # Jinja declares the place of an expression as any node.
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
