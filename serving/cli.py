@@ -1,5 +1,6 @@
 """Command line of Headrace. Imports stay light: JAX starts in the engine process, or in ``generate``."""
 
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -177,6 +178,30 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         allow_unknown_fields=flags["allow_unknown_fields"],
     )
     return run_server(options, Console(stderr=True))
+
+
+@commands.command()
+@click.argument("name")
+@click.option("--file", "path", type=click.Path(dir_okay=False, path_type=Path), help="Key file to add it to.")
+def key(name: str, path: Path | None) -> None:
+    """Make an API key for the tenant NAME and print it, once.
+
+    The key file holds only its SHA-256, in a line that --file adds (making the file, readable by you alone).
+    """
+    from headrace.serving.edge.keys import digest_line, new_key
+
+    made = new_key()
+    line = digest_line(name, made)
+    if path is None:
+        click.echo(f"Line for the file of --api-keys: {line}", err=True)
+    else:
+        try:
+            with open(path, "a", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        click.echo(f"Added to {path}. Keep the key: it is not shown again.", err=True)
+    click.echo(made)
 
 
 @commands.command(cls=SectionCommand)

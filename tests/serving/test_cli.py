@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.serving.edge.keys import KeyRing
+
 
 def headrace(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "headrace", *arguments]
@@ -50,3 +52,26 @@ def test_mistakes_are_answered_in_a_sentence(arguments: tuple[str, ...], exit_co
 def test_pull_prints_the_path_alone(smollm2_path: Path) -> None:
     done = headrace("pull")
     assert (done.returncode, done.stdout) == (0, f"{smollm2_path}\n")
+
+
+def test_key_goes_out_once_and_its_digest_into_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    keys = []
+    for name in ("ann", "bob"):
+        done = headrace("key", name, "--file", str(path))
+        assert done.returncode == 0
+        keys.append(done.stdout.strip())
+    ring = KeyRing(path)
+    assert ring.names == ("ann", "bob")
+    for name, key in zip(("ann", "bob"), keys, strict=True):
+        identity = ring.identify(key)
+        assert identity is not None and identity.tenant == name
+        assert key not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_name_that_no_key_line_can_have_writes_nothing(tmp_path: Path) -> None:
+    done = headrace("key", "two words", "--file", str(tmp_path / "keys"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "1 to 64 characters" in done.stderr
+    assert not (tmp_path / "keys").exists()
