@@ -1,0 +1,152 @@
+"""Options to a scheduler configuration, and the directory of compiled programs with its faults."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.model.config import ModelConfig
+from headrace.serving.app.build import (
+    DEFAULT_KV_BYTES,
+    EngineOptions,
+    FakeOptions,
+    build_engine,
+    decode_options,
+    engine_launch,
+    ladder,
+    query_block,
+    resolve,
+)
+from headrace.serving.app.fake_engine import step_hook
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.engine.link import FrameDecoder
+
+SMOLLM2 = ModelConfig(
+    family="llama",
+    vocab_size=49152,
+    num_layers=30,
+    width=576,
+    ffn_width=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_context=8192,
+    rope_theta=100000.0,
+    rms_norm_eps=1e-5,
+    tied_embeddings=True,
+)
+OPTIONS = EngineOptions(model="m.gguf")
+
+
+def test_memory_arithmetic() -> None:
+    resolved = resolve(replace(OPTIONS, pages=101, context=800), SMOLLM2)
+    assert resolved.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
+    assert resolved.kv_bytes == 101 * 16 * resolved.kv_bytes_per_token
+    assert resolved.full_contexts == 2.0
+
+
+def test_the_pool_holds_every_context_unless_that_is_too_much() -> None:
+    small = resolve(replace(OPTIONS, num_slots=2, context=100), SMOLLM2)
+    assert small.scheduler.num_pages == 1 + 2 * 7
+    large = resolve(OPTIONS, SMOLLM2)
+    assert DEFAULT_KV_BYTES * 0.99 < large.kv_bytes <= DEFAULT_KV_BYTES
+    given = resolve(replace(OPTIONS, kv_bytes=100_000_000), SMOLLM2)
+    assert 99_000_000 < given.kv_bytes <= 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pages": 5, "kv_bytes": 1 << 30}, "pages and kv_bytes"),
+        ({"kv_bytes": 100}, "kv_bytes 100"),
+        ({"pages": 1}, "num_pages is 1"),
+        ({"context": 8193}, "context 8193.*8192"),
+        ({"context": 1}, "max_context is 1"),
+        ({"chunk_tokens": 100}, "multiple of page_size 16; try 96"),
+        ({"chunk_tokens": 8}, "multiple of page_size 16; try 16"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"num_slots": -1}, "num_slots is -1"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused_by_name(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(replace(OPTIONS, **changes), SMOLLM2)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 24, 64, 128])
+@pytest.mark.parametrize("pages_in_chunk", [1, 2, 3, 7, 16, 32])
+def test_every_multiple_of_the_page_is_a_chunk(page_size: int, pages_in_chunk: int) -> None:
+    chunk = page_size * pages_in_chunk
+    block = query_block(page_size, chunk)
+    assert chunk % block == block % page_size == 0
+    assert block <= max(64, page_size)
+    resolved = resolve(replace(OPTIONS, page_size=page_size, chunk_tokens=chunk, pages=10), SMOLLM2)
+    assert resolved.scheduler.prefill_tokens[-1] == chunk
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 16, 100])
+def test_ladders_are_short_and_end_where_they_must(slots: int) -> None:
+    rungs = ladder(1, slots)
+    assert rungs[0] == 1
+    assert rungs[-1] == slots
+    assert list(rungs) == sorted(set(rungs))
+    assert len(rungs) <= 5
+
+
+def test_options_survive_the_way_to_the_engine() -> None:
+    options = replace(OPTIONS, context=77, compile_cache="/x", fake=FakeOptions(fault="hang:3"))
+    (body,) = FrameDecoder().feed(engine_launch(options).first_frame)
+    assert decode_options(body) == options
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang:x", "burn:3", "raise:-1"])
+def test_a_fault_that_is_not_known_is_refused(fault: str) -> None:
+    with pytest.raises(ConfigError, match="unknown fault"):
+        step_hook(FakeOptions(fault=fault))
+
+
+def test_the_fake_engine_needs_no_model() -> None:
+    built = build_engine(replace(OPTIONS, fake=FakeOptions()), lambda what, done, total: None)
+    assert built.device == "fake"
+
+
+CACHE_SCRIPT = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING, format="LOG %(message)s")
+from headrace.serving.app.build import use_compile_cache
+use_compile_cache(sys.argv[1])
+import jax
+print(jax.jit(lambda x: x * 2 + 1)(20))
+"""
+
+
+def run_with_cache(directory: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CACHE_SCRIPT, str(directory)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "41"
+    return done.stderr
+
+
+def test_the_compile_cache_is_filled_used_and_survives_damage(tmp_path: Path) -> None:
+    """R27: a damaged cache costs a warning, never a start or a result."""
+    cache = tmp_path / "compiled"
+    run_with_cache(cache)
+    entries = [p for p in cache.rglob("*") if p.is_file() and "jit" in p.name and not p.name.endswith("-atime")]
+    assert entries, "nothing was kept"
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:20])
+    run_with_cache(cache)
+
+
+def test_a_compile_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    a_file = tmp_path / "file"
+    a_file.write_text("x")
+    for directory in (a_file, a_file / "below", Path("/proc/headrace")):
+        log = run_with_cache(directory)
+        assert log.count("compiled programs are not kept") == 1
