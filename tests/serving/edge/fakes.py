@@ -1,13 +1,18 @@
 """An engine, a tokenizer and a template whose answers a reader can work out by hand."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.types import ASGIApp
 
 from headrace.model.chat_template import ChatTemplateError
 from headrace.serving.core.events import Finished, Timings, TokenEvent
 from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Rejection, Request, RequestId
+from headrace.serving.edge.app import build_app
 from headrace.serving.edge.engine_client import EngineLost, EngineUnavailable, Sink
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.engine.lifecycle import EngineState
@@ -100,6 +105,8 @@ class FakeEngine:
     submitted: list[Request] = field(default_factory=list)
     cancels: list[tuple[RequestId, CancelReason]] = field(default_factory=list)
     choose: Callable[[Request, int], int] | None = None
+    cancel_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    submit_seen: asyncio.Event = field(default_factory=asyncio.Event)
     _last_id: int = 0
     _task: asyncio.Task[None] | None = None
 
@@ -131,6 +138,7 @@ class FakeEngine:
         if self.state is not EngineState.READY:
             raise EngineUnavailable(self.state)
         self.submitted.append(request)
+        self.submit_seen.set()
         self.live[request.request_id] = Live(request, sink)
         if self.auto and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -143,6 +151,7 @@ class FakeEngine:
     def cancel(self, request_id: RequestId, reason: CancelReason) -> None:
         if request_id in self.live:
             self.cancels.append((request_id, reason))
+            self.cancel_seen.set()
             asyncio.get_running_loop().call_soon(self._cancelled, request_id, reason)
 
     def _cancelled(self, request_id: RequestId, reason: CancelReason) -> None:
@@ -207,3 +216,28 @@ def make_service(engine: FakeEngine, **changes: object) -> Service:
     values: dict[str, object] = {"model_names": ("fake", "alias"), "vocab_size": VOCAB_SIZE, "eos_ids": (EOS,)}
     config = ServiceConfig(**{**values, **changes})  # type: ignore[arg-type]
     return Service(config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate())
+
+
+class RunningServer:
+    """A real uvicorn on a loopback port, on the test's own loop."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    async def __aenter__(self) -> "RunningServer":
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            assert not self._task.done()
+            await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        await self._task
+
+
+def open_app(service: Service) -> ASGIApp:
+    return build_app(service, security=lambda app: app)

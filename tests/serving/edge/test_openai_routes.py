@@ -1,0 +1,402 @@
+"""The OpenAI HTTP API: the current SDK against a real server, and the bytes on the wire."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from headrace.serving.core.request import CancelReason, FinishReason
+from headrace.serving.edge.fields import Endpoint
+from headrace.serving.edge.openai_routes import DONE, PING, GenerateEndpoint
+from headrace.serving.edge.service import Service
+from tests.serving.edge.fakes import EOS, FakeEngine, RunningServer, make_service, open_app
+
+HI: Any = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def service(engine: FakeEngine) -> Service:
+    return make_service(engine)
+
+
+@pytest.fixture
+async def sdk(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        RunningServer(open_app(service)) as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(open_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+def events(text: str) -> list[Any]:
+    """Parsed data lines; the last one is [DONE]."""
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks if not block.startswith(":")]
+
+
+class TestSdk:
+    async def test_chat(self, sdk: openai.AsyncOpenAI) -> None:
+        answer = await sdk.chat.completions.create(model="fake", messages=HI)
+        assert answer.object == "chat.completion"
+        assert answer.choices[0].message.content == "Hello, world"
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (19, 13, 32)
+        assert answer.system_fingerprint is not None
+        assert answer._request_id is not None
+        assert answer.id == "chatcmpl-" + answer._request_id.removeprefix("req_")
+
+    async def test_chat_streamed(self, sdk: openai.AsyncOpenAI) -> None:
+        stream = await sdk.chat.completions.create(
+            model="fake", messages=HI, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == "Hello, world"
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[0].choices[0].delta.content
+        assert [c.choices[0].delta.role for c in chunks[1:-1]] == [None] * (len(chunks) - 2)
+        assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 13
+        assert len({chunk.id for chunk in chunks}) == 1
+
+    async def test_completion_whole_and_streamed(self, sdk: openai.AsyncOpenAI) -> None:
+        answer = await sdk.completions.create(model="fake", prompt="x", max_tokens=5)
+        assert (answer.object, answer.choices[0].text) == ("text_completion", "Hello")
+        assert answer.choices[0].finish_reason == "length"
+        stream = await sdk.completions.create(model="fake", prompt="x", max_tokens=5, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello"
+        assert chunks[-1].choices[0].finish_reason == "length"
+
+    async def test_prompt_lists(self, sdk: openai.AsyncOpenAI) -> None:
+        answer = await sdk.completions.create(model="fake", prompt=["x", "yy"], max_tokens=2)
+        assert [(c.index, c.text) for c in answer.choices] == [(0, "He"), (1, "He")]
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
+        stream = await sdk.completions.create(model="fake", prompt=[[1, 2], [3]], max_tokens=2, stream=True)
+        texts = {0: "", 1: ""}
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == {0: "He", 1: "He"}
+
+    async def test_logprobs(self, sdk: openai.AsyncOpenAI) -> None:
+        chat = await sdk.chat.completions.create(model="fake", messages=HI, logprobs=True, top_logprobs=2, max_tokens=2)
+        assert chat.choices[0].logprobs is not None
+        content = chat.choices[0].logprobs.content or []
+        assert [(entry.token, entry.bytes, entry.logprob) for entry in content] == [
+            ("H", [72], -1.25), ("e", [101], -1.25)
+        ]  # fmt: skip
+        assert [top.bytes for top in content[0].top_logprobs] == [[0], [1]]
+        text = await sdk.completions.create(model="fake", prompt="x", logprobs=1, max_tokens=2)
+        logprobs = text.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens == ["H", "e"]
+        assert logprobs.text_offset == [0, 1]
+        assert logprobs.top_logprobs == [{"\0": -0.5, "H": -1.25}, {"\0": -0.5, "e": -1.25}]
+
+    async def test_errors_are_the_sdks_own_types(self, sdk: openai.AsyncOpenAI, engine: FakeEngine) -> None:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await sdk.chat.completions.create(model="fake", messages=HI, temperature=-1)
+        assert (bad.value.param, bad.value.code) == ("temperature", "invalid_value")
+        with pytest.raises(openai.NotFoundError):
+            await sdk.chat.completions.create(model="gpt", messages=HI)
+        with pytest.raises(openai.NotFoundError):
+            await sdk.models.retrieve("gpt")
+        engine.die()
+        with pytest.raises(openai.InternalServerError) as lost:
+            await sdk.chat.completions.create(model="fake", messages=HI)
+        assert lost.value.status_code == 503
+        assert int(lost.value.response.headers["retry-after"]) >= 1
+
+    async def test_a_full_queue_is_a_rate_limit(
+        self, sdk: openai.AsyncOpenAI, engine: FakeEngine, service: Service
+    ) -> None:
+        engine.auto = False
+        for _ in range(service.config.max_queued_requests // 128):
+            await service.start("completion", {"prompt": ["x"] * 128})
+        with pytest.raises(openai.RateLimitError) as full:
+            await sdk.completions.create(model="fake", prompt="x")
+        assert full.value.code == "queue_full"
+        assert int(full.value.response.headers["retry-after-ms"]) >= 100
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_lost_engine_ends_running_requests(
+        self, sdk: openai.AsyncOpenAI, engine: FakeEngine, stream: bool
+    ) -> None:
+        engine.auto = False
+
+        async def ask() -> str:
+            answer: Any = await sdk.chat.completions.create(model="fake", messages=HI, stream=stream)
+            return "".join([c.choices[0].delta.content async for c in answer]) if stream else answer
+
+        task = asyncio.create_task(ask())
+        await engine.submit_seen.wait()
+        engine.step()
+        engine.die()
+        with pytest.raises(openai.APIError) as lost:
+            await task
+        assert lost.value.code == "engine_lost"
+
+    async def test_models(self, sdk: openai.AsyncOpenAI) -> None:
+        models = (await sdk.models.list()).data
+        assert [model.id for model in models] == ["fake", "alias"]
+        assert (await sdk.models.retrieve("alias")).id == "alias"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_leaving_cancels_at_once(self, sdk: openai.AsyncOpenAI, engine: FakeEngine, stream: bool) -> None:
+        engine.auto = False
+        task = asyncio.create_task(sdk.chat.completions.create(model="fake", messages=HI, stream=stream))
+        await engine.submit_seen.wait()
+        if stream:
+            await (await task).response.aclose()
+        else:
+            task.cancel()
+        await engine.cancel_seen.wait()
+        assert [reason for _, reason in engine.cancels] == [CancelReason.DISCONNECT]
+
+
+class TestWire:
+    async def test_return_token_ids(self, http: httpx.AsyncClient) -> None:
+        chat = (await http.post(CHAT, json={"messages": HI, "return_token_ids": True})).json()
+        assert chat["choices"][0]["token_ids"] == [*b"Hello, world", EOS]
+        assert chat["prompt_token_ids"][-10:] == [*b"assistant:"]
+        text = (await http.post(TEXT, json={"prompt": "hi", "return_token_ids": True})).json()
+        assert text["choices"][0]["prompt_token_ids"] == [*b"hi"]
+        body = {"prompt": "hi", "return_token_ids": True, "stream": True}
+        chunks = events((await http.post(TEXT, json=body)).text)
+        assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == [*b"Hello, world", EOS]
+        assert ["prompt_token_ids" in c["choices"][0] for c in chunks] == [True] + [False] * (len(chunks) - 1)
+
+    async def test_a_stop_string(self, http: httpx.AsyncClient) -> None:
+        body = {"prompt": "hi", "stop": [", w", "zz"], "return_token_ids": True}
+        choice = (await http.post(TEXT, json=body)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello", "stop", ", w")
+        assert bytes(choice["token_ids"]) == b"Hello, w"
+        streamed = events((await http.post(TEXT, json=body | {"stream": True})).text)
+        assert "".join(c["choices"][0]["text"] for c in streamed) == "Hello"
+        assert streamed[-1]["choices"][0]["stop_reason"] == ", w"
+
+    async def test_ignore_eos(self, http: httpx.AsyncClient) -> None:
+        answer = (await http.post(TEXT, json={"prompt": "hi", "ignore_eos": True, "max_tokens": 20})).json()
+        assert answer["usage"]["completion_tokens"] == 20
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    async def test_headers_and_usage_of_a_stream(self, http: httpx.AsyncClient) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        answer = await http.post(CHAT, json={"messages": HI, "stream": True, "stream_options": options})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-cache"
+        assert answer.headers["x-request-id"].startswith("req_")
+        chunks = events(answer.text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 13
+        assert chunks[-1]["metrics"]["first_token_ms"] == 4.0
+
+    async def test_usage_is_null_in_other_chunks(self, http: httpx.AsyncClient) -> None:
+        body = {"messages": HI, "stream": True, "stream_options": {"include_usage": True}}
+        chunks = events((await http.post(CHAT, json=body)).text)
+        assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
+        assert "usage" not in events((await http.post(CHAT, json={"messages": HI, "stream": True})).text)[-1]
+
+    async def test_an_error_in_the_stream_ends_it_with_done(self, http: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.auto = False
+        task = asyncio.create_task(http.post(CHAT, json={"messages": HI, "stream": True}))
+        await engine.submit_seen.wait()
+        engine.step()
+        engine.finish(
+            engine.submitted[0].request_id, FinishReason.ERROR, error_code="not_finite", error_message="not finite"
+        )
+        answer = await task
+        assert answer.status_code == 200
+        last = events(answer.text)[-1]
+        assert last == {"error": {"message": "not finite", "type": "server_error", "param": None, "code": "not_finite"}}
+
+    async def test_unknown_fields_can_be_ignored(self, engine: FakeEngine) -> None:
+        service = make_service(engine, allow_unknown_fields=True)
+        transport = httpx.ASGITransport(open_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post(CHAT, json={"messages": HI, "mirostat": 2})
+        assert answer.status_code == 200
+        assert answer.headers["x-headrace-ignored-fields"] == "mirostat"
+
+    async def test_stream_options_need_a_stream(self, http: httpx.AsyncClient) -> None:
+        answer = await http.post(CHAT, json={"messages": HI, "stream_options": {"include_usage": True}})
+        assert answer.json()["error"]["code"] == "conflicting_fields"
+
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            b"", b"{", b"[]", b"5", b"null", b'"x"', b'{"prompt":"x"}x', b"\xef\xbb\xbf{}", b'{"prompt":"\xff"}',
+            '{"prompt":"x"}'.encode("utf-16"), b'{"prompt":"emoji \\ud83d"}', b'{"prompt":"\\udcf0"}',
+            b'{"prompt":"x","max_tokens":1,"max_tokens":5}', b'{"prompt":"x","temperature":NaN}',
+            b'{"prompt":"x","temperature":1e999}', b'{"prompt":"x","temperature":-Infinity}',
+            b"[" * 20_000, b"[" * 1_000_000, b'{"a":' * 20_000, b'{"' + b"k" * 1_000_000 + b'":1}', b'{"\\u0000":1}',
+        ],
+    )  # fmt: skip
+    async def test_bodies_that_are_no_strict_json(self, http: httpx.AsyncClient, raw: bytes) -> None:
+        answer = await http.post(TEXT, content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert len(answer.content) < 1000
+
+    async def test_a_proper_pair_and_a_nul_pass(self, http: httpx.AsyncClient) -> None:
+        body = b'{"prompt":"\\ud83d\\ude00\\u0000","return_token_ids":true}'
+        answer = await http.post(TEXT, content=body, headers={"content-type": "application/json; charset=utf-8"})
+        assert bytes(answer.json()["choices"][0]["prompt_token_ids"]) == "😀\0".encode()
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"),
+        [
+            ("GET", CHAT, 405),
+            ("PUT", TEXT, 405),
+            ("POST", "/v1/nothing", 404),
+            ("GET", "/v1", 404),
+            ("POST", "/livez", 405),
+        ],
+    )
+    async def test_paths_and_methods(self, http: httpx.AsyncClient, method: str, path: str, status: int) -> None:
+        answer = await http.request(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    @pytest.mark.parametrize(
+        "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-16"]
+    )
+    async def test_other_content_types_are_refused(self, http: httpx.AsyncClient, kind: str) -> None:
+        answer = await http.post(TEXT, content=b'{"prompt":"x"}', headers={"content-type": kind})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+    async def test_large_bodies_are_refused_by_their_size(self, engine: FakeEngine) -> None:
+        service = make_service(engine, max_body_bytes=1000)
+        transport = httpx.ASGITransport(open_app(service))
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * 500
+
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            kind = {"content-type": "application/json"}
+            for content in (b" " * 1001, pieces()):
+                answer = await client.post(TEXT, content=content, headers=kind)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+    async def test_a_fault_of_ours_says_nothing_of_itself(self, http: httpx.AsyncClient, service: Service) -> None:
+        async def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("canary")
+
+        service.start = broken  # type: ignore[method-assign,assignment]
+        answer = await http.post(TEXT, json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "canary" not in answer.text
+
+
+class Peer:
+    """An ASGI client driven by hand: what it sends is a queue, what it gets is a list."""
+
+    def __init__(self, body: dict[str, object]) -> None:
+        self.inbox: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+        self.inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        self.got: list[Any] = []
+        self.news = asyncio.Event()
+        self.is_stuck = False
+
+    async def send(self, message: Any) -> None:
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        self.got.append(message)
+        self.news.set()
+
+    def start(self, endpoint: GenerateEndpoint) -> asyncio.Task[None]:
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        return asyncio.ensure_future(endpoint(scope, self.inbox.get, self.send))
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.got)
+
+
+async def test_silence_is_filled_with_comments(engine: FakeEngine, service: Service) -> None:
+    engine.auto = False
+    peer = Peer({"prompt": "x", "stream": True})
+    task = peer.start(GenerateEndpoint(service, Endpoint.COMPLETION, keepalive_s=0.001))
+    while PING not in peer.text:
+        peer.news.clear()
+        await peer.news.wait()
+    assert peer.got[0]["type"] == "http.response.start"
+    for _ in range(13):
+        engine.step()
+    await task
+    assert peer.text.endswith(DONE)
+    assert events(peer.text.decode())[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_reader_that_stops_is_cancelled(engine: FakeEngine, service: Service) -> None:
+    engine.auto = False
+    peer = Peer({"prompt": "x", "stream": True})
+    task = peer.start(GenerateEndpoint(service, Endpoint.COMPLETION, write_limit_s=0.01))
+    await engine.submit_seen.wait()
+    peer.is_stuck = True
+    engine.step()
+    await task
+    assert [reason for _, reason in engine.cancels] == [CancelReason.SLOW_CLIENT]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+async def test_a_disconnect_cancels_at_any_step(engine: FakeEngine, service: Service, stream: bool, steps: int) -> None:
+    engine.auto = False
+    peer = Peer({"prompt": ["x", "y"], "stream": stream})
+    task = peer.start(GenerateEndpoint(service, Endpoint.COMPLETION))
+    await engine.submit_seen.wait()
+    for _ in range(steps):
+        engine.step()
+    peer.inbox.put_nowait({"type": "http.disconnect"})
+    await task
+    assert [reason for _, reason in engine.cancels] == [CancelReason.DISCONNECT] * 2
+    assert not peer.text.endswith(DONE)
+
+
+async def test_a_body_that_never_completes_is_not_answered(service: Service) -> None:
+    peer = Peer({})
+    peer.inbox.get_nowait()
+    peer.inbox.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+    peer.inbox.put_nowait({"type": "http.disconnect"})
+    await peer.start(GenerateEndpoint(service, Endpoint.COMPLETION))
+    assert peer.got == []
+
+
+async def test_tokens_of_one_step_share_a_chunk_with_the_end(engine: FakeEngine, service: Service) -> None:
+    engine.auto = False
+    peer = Peer({"prompt": "x", "stream": True, "max_tokens": 3})
+    task = peer.start(GenerateEndpoint(service, Endpoint.COMPLETION))
+    await engine.submit_seen.wait()
+    for _ in range(3):
+        engine.step()
+    await task
+    chunks = events(peer.text.decode())
+    assert [c["choices"][0]["text"] for c in chunks] == ["Hel"]
+    assert chunks[0]["choices"][0]["finish_reason"] == "length"
