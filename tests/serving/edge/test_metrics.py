@@ -1,0 +1,148 @@
+"""Metrics: names, gauges without traffic, exact accounting over every way to end, restarts, no text as label."""
+
+import random
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.serving.core.request import CancelReason, FinishReason
+from headrace.serving.edge.errors import ApiError
+from headrace.serving.edge.service import Service
+from headrace.serving.engine.lifecycle import EngineState
+from tests.serving.edge.fakes import FakeEngine, make_service, open_app, ready
+
+SHARED = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits",
+    "prompt_tokens", "generation_tokens", "num_preemptions", "request_success", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+    "request_generation_tokens", "cache_config_info",
+]  # fmt: skip
+
+
+def scrape(service: Service) -> dict[str, float]:
+    """Sample name, with its labels of interest → value."""
+    found = {}
+    for family in text_string_to_metric_families(service.metrics.exposition().decode()):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")}
+            found[sample.name + "".join(f"|{v}" for v in labels.values())] = sample.value
+    return found
+
+
+async def test_own_names_and_vllms() -> None:
+    service = make_service(FakeEngine())
+    families = {f.name: f for f in text_string_to_metric_families(service.metrics.exposition().decode())}
+    for name in SHARED:
+        assert f"headrace_{name}" in families
+        assert f"vllm:{name}" in families
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+    labels = families["vllm:num_requests_running"].samples[0].labels
+    assert labels == {"model_name": "fake", "engine": "0"}
+    assert families["vllm:cache_config_info"].samples[0].labels["block_size"] == "16"
+
+
+async def test_gauges_are_right_after_a_mass_cancel_without_traffic() -> None:
+    engine = FakeEngine(auto=False)
+    service = make_service(engine)
+    jobs = [await service.start("completion", {"prompt": "x"}) for _ in range(64)]
+    engine.step()
+    values = scrape(service)
+    assert (values["vllm:num_requests_running"], values["vllm:num_requests_waiting"]) == (4, 60)
+    assert values["vllm:kv_cache_usage_perc"] == 4 / 64
+    for job in jobs:
+        job.cancel(CancelReason.DISCONNECT)
+        await job.generations[0].wait_end()
+    values = scrape(service)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert values[f"vllm:{name}"] == values[f"headrace_{name}"] == 0
+
+
+async def test_every_accepted_request_is_counted_once_and_tokens_equal_usage() -> None:
+    engine, rng = FakeEngine(auto=False), random.Random(1)
+    service = make_service(engine)
+    prompt_tokens = completion_tokens = 0
+    previous: dict[str, float] = {}
+    for turn in range(60):
+        body = {"prompt": "x" * rng.randint(1, 9), "max_tokens": rng.randint(1, 20), "stop": rng.choice(["lo", "zz"])}
+        job = await service.start("completion", body)
+        generation = job.generations[0]
+        end = rng.randint(0, 25)
+        for _ in range(end):
+            engine.step()
+        if engine.live and turn % 3 == 0:
+            engine.finish(generation.request.request_id, FinishReason.ERROR, error_code="not_finite")
+        job.cancel(CancelReason.CLIENT)
+        await generation.wait_end()
+        prompt_tokens += len(generation.request.prompt_ids)
+        completion_tokens += generation.completion_tokens
+        values = scrape(service)
+        assert all(values[name] >= previous[name] for name in previous if "_total" in name or "_count" in name)
+        previous = values
+    ended = [value for name, value in previous.items() if name.startswith("vllm:request_success_total")]
+    assert len(ended) == 4
+    assert all(ended)
+    assert sum(ended) == previous["headrace_requests_accepted_total"] == 60
+    assert previous["vllm:prompt_tokens_total"] == prompt_tokens
+    assert previous["vllm:generation_tokens_total"] == completion_tokens
+    assert previous["headrace_requests_failed_total|internal_error"] == previous["vllm:request_success_total|error"]
+
+
+async def test_refusals_are_counted_by_code_only() -> None:
+    service = make_service(FakeEngine())
+    for body in ({}, {"prompt": ""}, {"prompt": "x", "canary-name": 1}, {"prompt": "x", "model": "canary-model"}):
+        try:
+            await service.start("completion", body, tenant="canary-tenant")
+        except ApiError:
+            continue
+        raise AssertionError("not refused")
+    text = service.metrics.exposition().decode()
+    assert "canary" not in text
+    values = scrape(service)
+    assert values["headrace_requests_refused_total|unknown_field"] == 1
+    assert values["headrace_requests_refused_total|model_not_found"] == 1
+
+
+class Restartable(FakeEngine):
+    """Counts from nothing again after each restart."""
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self.generated = 0
+        self.state, self.ready_info = EngineState.READY, ready()
+
+
+async def test_engine_counters_go_on_over_a_restart() -> None:
+    engine = Restartable()
+    service = make_service(engine)
+    name = "headrace_engine_generated_tokens_total"
+    engine.generated = 10
+    assert scrape(service)[name] == 10
+    engine.die()
+    assert scrape(service)[name] == 10
+    assert scrape(service)["headrace_engine_up"] == 0
+    engine.restart()
+    engine.generated = 25
+    assert scrape(service)[name] == 35
+    engine.generated = 26
+    assert scrape(service)[name] == 36
+    assert scrape(service)["vllm:num_preemptions_total"] == 6
+
+
+async def test_latencies_are_observed_once_per_token() -> None:
+    service = make_service(FakeEngine())
+    job = await service.start("completion", {"prompt": "x", "max_tokens": 5})
+    await job.generations[0].wait_end()
+    values = scrape(service)
+    assert values["vllm:time_to_first_token_seconds_count"] == 1
+    assert values["vllm:inter_token_latency_seconds_count"] == 4
+    assert values["vllm:request_queue_time_seconds_sum"] == 0.001
+    assert values["vllm:request_generation_tokens_sum"] == 5
+
+
+async def test_the_endpoint_speaks_prometheus() -> None:
+    app = open_app(make_service(FakeEngine()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        answer = await client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert list(text_string_to_metric_families(answer.text))
