@@ -170,11 +170,12 @@ def build_engine(options: EngineOptions, progress: Progress) -> BuiltEngine:
 
         return build_fake_engine(options, options.fake)
     from headrace.model.config_files import read_config
+
+    resolved = resolve(options, read_config(options.model))  # before the seconds that JAX takes to load
+    import jax
+
     from headrace.model.load import load_model
     from headrace.serving.runner.runner import JaxRunner
-
-    resolved = resolve(options, read_config(options.model))
-    import jax
 
     use_compile_cache(options.compile_cache)
     model = load_model(options.model, progress=lambda done, total: progress("loading weights", done, total))
