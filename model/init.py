@@ -28,4 +28,5 @@ def init_weights(cfg: ModelConfig, seed: int, dtype: np.dtype | type = np.float3
         x = generator.standard_normal(spec.shape, np.float32) * np.float32(1 / math.sqrt(spec.num_inputs))
         return x.astype(spec.dtype, copy=False)
 
-    return jax.tree.map(draw, param_specs(cfg, dtype))
+    weights: Weights[np.ndarray] = jax.tree.map(draw, param_specs(cfg, dtype))
+    return weights

@@ -77,7 +77,7 @@ def _load(config: ModelConfig, source: TensorSource, dtype: np.dtype, progress: 
 
     def load_one(spec: ParamSpec, tensor: StoredTensor) -> tuple[np.ndarray, str]:
         raw = read_bytes(tensor)
-        digest = hashlib.sha256(raw).hexdigest()
+        digest = hashlib.sha256(raw.data).hexdigest()
         values = source.decode(tensor, raw)
         check_finite(tensor, values)
         return arrange(spec, values, interleaved_rotary=interleaved), digest

@@ -47,7 +47,7 @@ def read_bytes(tensor: StoredTensor) -> np.ndarray:
     Raises: ModelFileError.
     """
     raw = np.empty(tensor.num_bytes, np.uint8)
-    view = memoryview(raw)
+    view = raw.data
     try:
         with open(tensor.path, "rb", buffering=0) as file:
             file.seek(tensor.offset)

@@ -3,7 +3,6 @@
 import random
 import struct
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -16,12 +15,10 @@ from headrace.model.gguf_metadata import GGUFFile, read_gguf
 from headrace.model.init import init_weights
 from tests.model.gguf_bytes import ARRAY, BOOL, Q4_0, STRING, UINT8, UINT32, array, field, head, padded, string, u32
 from tests.model.gguf_bytes import tensor as entry
-from tests.model.tiny import TINY, write_gguf
+from tests.model.tiny import SMALLEST, write_gguf
 
 HUGE = 1 << 63
 MEMORY_LIMIT = 16 << 20
-# A few kilobytes, since it is written out for every mutation.
-SMALLEST = replace(TINY, num_layers=1, vocab_size=8, width=32, ffn_width=32, num_heads=2, num_kv_heads=1)
 
 
 def parse(path: Path, data: bytes) -> GGUFFile:

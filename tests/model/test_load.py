@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import read_gguf
 from headrace.model.gguf_tensors import GGUFSource
 from headrace.model.init import init_weights
-from headrace.model.load import load_model
+from headrace.model.load import LoadedModel, load_model
 from headrace.model.specs import param_specs, weight_bytes
 from headrace.model.tensor_source import read_bytes
 from headrace.model.weights import Weights
-from tests.model.tiny import TINY, hf_config, stored, write_gguf, write_hf, write_json
+from tests.model.tiny import SMALLEST, TINY, hf_config, stored, write_gguf, write_hf, write_json
 
 Kind = gguf.GGMLQuantizationType
 UNTIED = replace(TINY, tied_embeddings=False)
@@ -213,8 +214,47 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_refused(tmp_path: Path
         read_bytes(tensor)
 
 
-def test_smollm2_matches_the_gguf_package(smollm2_path: Path) -> None:
-    model = load_model(smollm2_path)
+@pytest.mark.parametrize("form", ["gguf", "safetensors"])
+def test_a_damaged_model_loads_finite_or_is_refused(tmp_path: Path, form: str) -> None:
+    """1,000 seeded bit flips, overwritten bytes and cuts anywhere in the weights file."""
+    weights = init_weights(SMALLEST, 1)
+    if form == "gguf":
+        path = weights_file = write_gguf(tmp_path / "m.gguf", SMALLEST, weights, Kind.Q8_0)
+    else:
+        path = write_hf(tmp_path, SMALLEST, weights)
+        weights_file = path / "model.safetensors"
+    data = weights_file.read_bytes()
+    shapes = jax.tree.map(np.shape, weights)
+    outcomes = {"loaded": 0, "refused": 0}
+    for seed in range(1_000):
+        rng = random.Random(seed)
+        damaged, at = bytearray(data), rng.randrange(len(data))
+        match seed % 3:
+            case 0:
+                damaged[at] ^= 1 << rng.randrange(8)
+            case 1:
+                damaged[at : at + 4] = b"\xff\xff\xff\x7f"
+            case 2:
+                del damaged[at:]
+        weights_file.write_bytes(damaged)
+        try:
+            model = load_model(path)
+        except ModelFileError:
+            outcomes["refused"] += 1
+        else:
+            outcomes["loaded"] += 1
+            assert jax.tree.map(np.shape, model.weights) == shapes
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(model.weights))
+    assert outcomes["refused"] > 334 and outcomes["loaded"] > 100, outcomes
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> LoadedModel:
+    return load_model(smollm2_path)
+
+
+def test_smollm2_matches_the_gguf_package(smollm2_path: Path, smollm2: LoadedModel) -> None:
+    model = smollm2
     assert (model.config.num_layers, model.config.width, model.config.vocab_size) == (30, 576, 49152)
     assert model.config.tied_embeddings and model.config.eos_ids == (2,)
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_path).tensors}
@@ -227,8 +267,7 @@ def test_smollm2_matches_the_gguf_package(smollm2_path: Path) -> None:
     assert np.array_equal(model.weights.layers[7].down_FD, down.T)
 
 
-def test_smollm2_exported_to_safetensors_is_bit_equal(tmp_path: Path, smollm2_path: Path) -> None:
-    model = load_model(smollm2_path)
-    copy = load_model(write_hf(tmp_path, model.config, model.weights, num_shards=2))
-    assert copy.config == model.config
-    assert_bit_equal(copy.weights, model.weights)
+def test_smollm2_exported_to_safetensors_is_bit_equal(tmp_path: Path, smollm2: LoadedModel) -> None:
+    copy = load_model(write_hf(tmp_path, smollm2.config, smollm2.weights, num_shards=2))
+    assert copy.config == smollm2.config
+    assert_bit_equal(copy.weights, smollm2.weights)

@@ -149,9 +149,7 @@ def refused(directory: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "shard", ["../outside.safetensors", "{root}/outside.safetensors", "sub/x.safetensors", "..", ""]
-)
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "{root}/outside.safetensors", "sub/x", "..", ""])
 def test_a_shard_outside_the_directory_is_never_opened(sharded: Path, shard: str) -> None:
     save_file({"x": np.ones(1, np.float32)}, sharded.parent / "outside.safetensors")
     edit_map(sharded, x=shard.format(root=sharded.parent))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,6 +31,8 @@ TINY = ModelConfig(
     bos_id=1,
     eos_ids=(2,),
 )
+# A few kilobytes, for tests that write it out thousands of times.
+SMALLEST = replace(TINY, num_layers=1, vocab_size=8, width=32, ffn_width=32, num_heads=2, num_kv_heads=1)
 
 
 def stored(cfg: ModelConfig, weights: Weights[np.ndarray]) -> Iterator[tuple[ParamSpec, np.ndarray]]:
