@@ -9,7 +9,7 @@ from headrace.serving.core.request import Request, RequestId, SamplingParams, St
 
 T = TypeVar("T")
 
-MAX_OUTPUTS = 24
+MAX_OUTPUTS = 32
 """Most generated tokens of a simulated request: enough for several page edges, few enough for many seeds."""
 EOS_ID = 3
 
@@ -45,6 +45,7 @@ class World:
     """Ticks are rounds of the simulator's loop, each of which plans at most one step.
 
     collect_early_percent: how often a result is collected before max_steps_in_flight plans are out.
+    num_digests: different values of the prefix hash; None = SHA-256 as it is.
     fail_ticks: the result collected in such a tick is a failed step. non_finite: (request, output index).
     drain_tick: from then on new requests are refused.
     """
@@ -52,7 +53,7 @@ class World:
     seed: int
     config: SchedulerConfig
     vocab_size: int
-    has_weak_hash: bool
+    num_digests: int | None
     collect_early_percent: int
     arrivals: tuple[tuple[int, Request], ...]
     cancels: tuple[tuple[int, RequestId], ...]
@@ -62,24 +63,29 @@ class World:
 
 
 def draw_world(seed: int) -> World:
-    """A small, crowded world: pools for one to a few requests, shared prefixes, lengths at page edges, faults."""
+    """A small world: pools for one to a few requests, shared prefixes, lengths at page edges, faults.
+
+    A quarter is crowded: short prompts that all come at once and grow long, so that preemption follows preemption.
+    """
     draw = Draw(seed)
-    config = _config(draw)
+    is_crowded = draw.chance(25)
+    config = _config(draw, is_crowded)
     vocab_size = draw.pick((5, 16, 64))
-    spread = draw.pick((0, 10, 60))
-    stems = [tuple(draw.below(vocab_size) for _ in range(config.max_context)) for _ in range(draw.between(1, 3))]
+    spread = 0 if is_crowded else draw.pick((0, 10, 60))
+    stems = [_stem(draw, config, vocab_size) for _ in range(draw.between(1, 3))]
     num_requests = draw.between(4, 14)
     arrivals = tuple(
-        (draw.between(0, spread), _request(draw, RequestId(i), config, vocab_size, stems)) for i in range(num_requests)
+        (draw.between(0, spread), _request(draw, RequestId(i), config, vocab_size, stems, is_crowded))
+        for i in range(num_requests)
     )
-    has_faults = draw.chance(60)
+    has_faults = draw.chance(20 if is_crowded else 60)
     horizon = 20 + spread + num_requests * 8
     cancels = [(draw.below(horizon), RequestId(draw.below(num_requests + 1))) for _ in range(draw.below(num_requests))]
     return World(
         seed=seed,
         config=config,
         vocab_size=vocab_size,
-        has_weak_hash=draw.chance(50),
+        num_digests=draw.pick((None, None, None, 1, 4, 256)),
         collect_early_percent=draw.pick((0, 20, 50)),
         arrivals=arrivals,
         cancels=tuple(cancels) if has_faults else (),
@@ -93,12 +99,12 @@ def draw_world(seed: int) -> World:
     )
 
 
-def _config(draw: Draw) -> SchedulerConfig:
-    page_size = draw.pick((1, 2, 4, 8))
+def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
+    page_size = draw.pick((2, 4) if is_crowded else (1, 2, 4, 8))
     block_tokens = page_size * draw.pick((1, 2))
-    num_slots = draw.pick((1, 2, 3, 5))
+    num_slots = 5 if is_crowded else draw.pick((1, 2, 3, 5))
     chunk_tokens = block_tokens * draw.pick((1, 2, 6))
-    num_pages = 1 + draw.pick((3, 6, 10, 16, 40))
+    num_pages = 1 + (MAX_OUTPUTS // page_size + draw.between(2, 5) if is_crowded else draw.pick((3, 6, 10, 16, 40)))
     return SchedulerConfig(
         num_slots=num_slots,
         page_size=page_size,
@@ -115,20 +121,33 @@ def _config(draw: Draw) -> SchedulerConfig:
     )
 
 
+def _stem(draw: Draw, config: SchedulerConfig, vocab_size: int) -> tuple[int, ...]:
+    """A beginning that prompts share; a quarter repeats one page, so that equal pages have different parents."""
+    length = config.page_size if draw.chance(25) else config.max_context
+    once = tuple(draw.below(vocab_size) for _ in range(length))
+    return (once * -(-config.max_context // length))[: config.max_context]
+
+
 def _request(
-    draw: Draw, request_id: RequestId, config: SchedulerConfig, vocab_size: int, stems: Seq[tuple[int, ...]]
+    draw: Draw,
+    request_id: RequestId,
+    config: SchedulerConfig,
+    vocab_size: int,
+    stems: Seq[tuple[int, ...]],
+    is_crowded: bool,
 ) -> Request:
     """Mostly the beginning of a stem, so that prefixes meet; sometimes longer than the pool."""
     capacity = min(config.max_context, (config.num_pages - 1) * config.page_size + 1)
     most_prompt = min(config.max_context - 1, config.max_context if draw.chance(5) else capacity - 1)
-    length = draw.between(1, most_prompt)
+    length = draw.between(1, min(most_prompt, 2 * config.page_size) if is_crowded else most_prompt)
     if draw.chance(60):
         edge = length // config.page_size * config.page_size + draw.between(-1, 1)
         length = min(max(1, edge), most_prompt)
     num_shared = length if draw.chance(40) else draw.below(length + 1)
     stem = draw.pick(stems)
     prompt = stem[:num_shared] + tuple(draw.below(vocab_size) for _ in range(length - num_shared))
-    max_tokens = draw.between(1, max(1, min(MAX_OUTPUTS, capacity - length)))
+    most_outputs = max(1, min(MAX_OUTPUTS, capacity - length))
+    max_tokens = draw.between(most_outputs // 2 + 1 if is_crowded else 1, most_outputs)
     return Request(
         request_id=request_id,
         prompt_ids=prompt,
