@@ -12,7 +12,7 @@ from headrace.serving.edge.values import token_ids, wrong_type
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-Scalar = str | int | float | bool | None
+Scalar = str | int | float | bool
 Prompt = str | tuple[int, ...]
 Values = Mapping[str, Any]
 """Parsed values by field name; the field table has checked their types."""

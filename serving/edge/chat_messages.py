@@ -10,7 +10,8 @@ from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import MAX_MESSAGES, unknown_field
 from headrace.serving.edge.values import wrong_type
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""developer becomes system, the name that open models were trained with."""
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
 

@@ -31,8 +31,7 @@ MAX_MESSAGES = 1024
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
-TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "date_string")
-"""Names that chat_template_kwargs may set: what published templates read as plain switches, nothing internal."""
+TEMPLATE_ARGUMENTS = ScalarMap(16, 1024)
 
 
 class Endpoint(StrEnum):
@@ -133,7 +132,7 @@ _APPLIED: tuple[Field, ...] = (
         "the output continues the last message; needs add_generation_prompt false",
         CHAT,
     ),
-    _applied("chat_template_kwargs", ScalarMap(TEMPLATE_VARIABLES), "{}", endpoints=CHAT),
+    _applied("chat_template_kwargs", TEMPLATE_ARGUMENTS, "{}", "names that the model's template reads", CHAT),
 )
 
 _INERT: tuple[Field, ...] = (
@@ -213,7 +212,7 @@ TOKENIZE_FIELDS: tuple[Field, ...] = (
     _applied("messages", Shaped("as in /v1/chat/completions"), "null", "this or prompt"),
     _applied("add_generation_prompt", Flag(), "true"),
     _applied("continue_final_message", Flag(), "false"),
-    _applied("chat_template_kwargs", ScalarMap(TEMPLATE_VARIABLES), "{}"),
+    _applied("chat_template_kwargs", TEMPLATE_ARGUMENTS, "{}"),
     _applied("return_token_strs", Flag(), "false", "adds token_strs"),
 )
 

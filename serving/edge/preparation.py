@@ -7,16 +7,17 @@ prompt delays neither other streams nor health checks. Whoever waits may go away
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from headrace.model.chat_template import ChatTemplateError
+from headrace.model.chat_template import ChatTemplate, ChatTemplateError
+from headrace.model.tokenizer import TokenizationError, Tokenizer
 from headrace.serving.core.admission import Limits, validate
 from headrace.serving.core.request import Rejection, Request, RequestId, SamplingParams
-from headrace.serving.edge.bodies import ChatPrompt, ParsedBody, Prompt, Scalar
-from headrace.serving.edge.chat_messages import Message, texts
+from headrace.serving.edge.bodies import ChatPrompt, ParsedBody, Prompt
+from headrace.serving.edge.chat_messages import texts
 from headrace.serving.edge.errors import ApiError, ErrorCode, from_rejection
 
 NUM_THREADS = 2
@@ -26,39 +27,6 @@ MAX_WAITING_BYTES = 64 << 20
 NAMESPACE_VERSION = "headrace-cache/1"
 
 T = TypeVar("T")
-
-
-class TokenizerPort(Protocol):
-    """The part of ``model.tokenizer.Tokenizer`` that the edge uses; thread safe."""
-
-    @property
-    def token_bytes(self) -> Sequence[bytes]: ...
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def add_bos(self) -> bool: ...
-    @property
-    def content_hash(self) -> str: ...
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]: ...
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-
-
-class TemplatePort(Protocol):
-    """The part of ``model.chat_template.ChatTemplate`` that the edge uses; raises ChatTemplateError."""
-
-    @property
-    def content_hash(self) -> str: ...
-    def render_ids(
-        self,
-        tokenizer: TokenizerPort,
-        messages: list[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Scalar] = {},
-    ) -> list[int]: ...
 
 
 def cache_namespace(*, model_hash: str, tokenizer_hash: str, template_hash: str, kv_dtype: str, tenant: str) -> bytes:
@@ -85,7 +53,7 @@ class Admission:
 class Preparation:
     """Owns the threads; ``close`` ends them."""
 
-    def __init__(self, tokenizer: TokenizerPort, template: TemplatePort | None, *, max_prompt_bytes: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, *, max_prompt_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._max_prompt_bytes = max_prompt_bytes
@@ -173,22 +141,32 @@ class Preparation:
         return ids
 
     def _chat_ids(self, chat: ChatPrompt) -> list[int]:
-        if self._template is None:
+        template = self._template
+        if template is None:
             raise ApiError(
                 ErrorCode.TEMPLATE_FAILED,
                 "The served model has no chat template; use /v1/completions.",
                 param="messages",
             )
+        if not template.variables.issuperset(chat.variables):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_FIELD,
+                "chat_template_kwargs has a name that the model's template does not read; it reads "
+                f"{', '.join(sorted(template.variables)) or 'none'}.",
+                param="chat_template_kwargs",
+            )
         try:
-            return self._template.render_ids(
+            return template.render_ids(
                 self._tokenizer,
-                [dict(message) for message in chat.messages],
+                chat.messages,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 variables=chat.variables,
             )
         except ChatTemplateError as error:
-            raise ApiError(ErrorCode.TEMPLATE_FAILED, str(error), param="messages") from None
+            raise ApiError(ErrorCode.TEMPLATE_FAILED, f"{error}.", param=error.param) from None
+        except TokenizationError as error:
+            raise ApiError(ErrorCode.INVALID_VALUE, f"{error}.", param="messages") from None
 
 
 def _num_bytes(param: str, text: str) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace.model.chat_template import ChatTemplate
+from headrace.model.tokenizer import Tokenizer
 from headrace.serving.core.admission import Limits
 from headrace.serving.core.drain_rate import DrainRate
 from headrace.serving.core.request import CancelReason, Request, RequestId
@@ -23,7 +25,7 @@ from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.metrics import Metrics
-from headrace.serving.edge.preparation import Admission, Preparation, TemplatePort, TokenizerPort, cache_namespace
+from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready, Stats
 
@@ -108,8 +110,8 @@ class Service:
         config: ServiceConfig,
         *,
         engine: EnginePort,
-        tokenizer: TokenizerPort,
-        template: TemplatePort | None,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -20,8 +20,8 @@ def wrong_type(name: str, wanted: str, value: object) -> ApiError:
     return ApiError(ErrorCode.INVALID_TYPE, f"{name} must be {wanted}; it was {json_type(value)}.", param=name)
 
 
-def out_of_range(name: str, wanted: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_VALUE, f"{name} must be {wanted}.", param=name)
+def out_of_range(name: str, wanted: str, *, param: str | None = None) -> ApiError:
+    return ApiError(ErrorCode.INVALID_VALUE, f"{name} must be {wanted}.", param=param or name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class Real:
         return number + 0.0  # -0.0 becomes 0.0
 
 
-def _finite(name: str, value: float) -> float:
+def _finite(name: str, value: float, *, param: str | None = None) -> float:
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise out_of_range(name, "a finite number")
+        raise out_of_range(name, "a finite number", param=param)
     return number
 
 
@@ -186,29 +186,25 @@ class BiasMap:
 
 @dataclass(frozen=True, slots=True)
 class ScalarMap:
-    """{"name": scalar} with names from allowed only."""
+    """{"name": scalar}; null values are left out. Which names there are is for whoever knows the template."""
 
-    allowed: tuple[str, ...]
+    max_items: int
+    max_chars: int
 
     def describe(self) -> str:
-        return f"object; allowed names: {', '.join(self.allowed) or 'none'}; values are strings, numbers or booleans"
+        return f"object of at most {self.max_items} strings (at most {self.max_chars} characters), numbers or booleans"
 
-    def check(self, name: str, value: object) -> dict[str, str | int | float | bool | None]:
+    def check(self, name: str, value: object) -> dict[str, str | int | float | bool]:
         if type(value) is not dict:
             raise wrong_type(name, "an object", value)
-        for key, item in value.items():
-            if key not in self.allowed:
-                raise ApiError(
-                    ErrorCode.UNSUPPORTED_FIELD,
-                    f"{name} has a name that this server does not pass to the template; "
-                    f"allowed: {', '.join(self.allowed) or 'none'}.",
-                    param=name,
-                )
-            if isinstance(item, dict | list) or (type(item) is str and len(item) > 1024):
-                raise out_of_range(f"{name}.{key}", "a short string, a number or a boolean")
+        if len(value) > self.max_items:
+            raise out_of_range(name, f"at most {self.max_items} entries")
+        for item in value.values():
+            if isinstance(item, dict | list) or (type(item) is str and len(item) > self.max_chars):
+                raise out_of_range(f"The values of {name}", self.describe().partition(" of ")[2], param=name)
             if type(item) is int or type(item) is float:
-                _finite(f"{name}.{key}", item)
-        return dict(value)
+                _finite(f"A value of {name}", item, param=name)
+        return {key: item for key, item in value.items() if item is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,12 @@ class LineTemplate:
     """``<bos>role:content\\n`` for each message, then ``assistant:``."""
 
     content_hash = "line-template"
+    variables = frozenset({"enable_thinking"})
 
     def render_ids(
         self,
         tokenizer: ByteTokenizer,
-        messages: list[dict[str, object]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -215,7 +216,7 @@ class FakeEngine:
 def make_service(engine: FakeEngine, **changes: object) -> Service:
     values: dict[str, object] = {"model_names": ("fake", "alias"), "vocab_size": VOCAB_SIZE, "eos_ids": (EOS,)}
     config = ServiceConfig(**{**values, **changes})  # type: ignore[arg-type]
-    return Service(config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate())
+    return Service(config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate())  # type: ignore[arg-type]
 
 
 class RunningServer:

@@ -160,7 +160,7 @@ def test_an_image_part_names_its_place() -> None:
     assert "secret" not in error.message
 
 
-@pytest.mark.parametrize("role", ["Developer", "developer", "", None, 5, "x" * 100_000, ["user"]])
+@pytest.mark.parametrize("role", ["Developer", "DEVELOPER", "", None, 5, "x" * 100_000, ["user"]])
 def test_roles_are_named(role: object) -> None:
     error = refused_message(role=role, content="a")
     assert (error.code, error.param) == ("invalid_message", "messages[1].role")
@@ -203,12 +203,15 @@ def test_prefill_and_generation_prompt_contradict() -> None:
     assert refusal(Endpoint.CHAT, messages=HI, continue_final_message=True).code == "conflicting_fields"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "add_generation_prompt", "Chat_Template"])
-def test_template_arguments_come_from_a_list(name: str) -> None:
-    error = refusal(Endpoint.CHAT, messages=HI, chat_template_kwargs={name: True})
-    assert (error.code, error.param) == ("unsupported_field", "chat_template_kwargs")
-    assert chat(chat_template_kwargs={"enable_thinking": False}).chat is not None
-    assert refusal(Endpoint.CHAT, messages=HI, chat_template_kwargs={"enable_thinking": [1]}).code == "invalid_value"
+def test_template_arguments_are_scalars() -> None:
+    parsed = chat(chat_template_kwargs={"a": False, "b": 1, "c": "x", "d": None})
+    assert parsed.chat is not None
+    assert parsed.chat.variables == {"a": False, "b": 1, "c": "x"}
+    for value in ([1], {"a": 1}, "x" * 1025, 10**400):
+        error = refusal(Endpoint.CHAT, messages=HI, chat_template_kwargs={"a": value})
+        assert (error.code, error.param) == ("invalid_value", "chat_template_kwargs")
+    assert refusal(Endpoint.CHAT, messages=HI, chat_template_kwargs=[]).code == "invalid_type"
+    assert refusal(Endpoint.CHAT, messages=HI, chat_template_kwargs={str(i): 1 for i in range(17)}).status == 400
 
 
 @pytest.mark.parametrize("name", ["chat_template", "Chat_Template", "chat_Template"])

@@ -93,6 +93,20 @@ async def test_each_prompt_of_a_list_is_a_choice_with_its_own_seed() -> None:
         ("completion", {"prompt": "half \ud83d"}, 400, "invalid_value", "prompt"),
         ("chat", {"messages": [{"role": "user", "content": "\udcf0"}]}, 400, "invalid_value", "messages"),
         ("chat", {"messages": [{"role": "user", "content": "refuse me"}]}, 400, "template_failed", "messages"),
+        (
+            "chat",
+            {"messages": HI, "chat_template_kwargs": {"tokenize": True}},
+            400,
+            "unsupported_field",
+            "chat_template_kwargs",
+        ),
+        (
+            "chat",
+            {"messages": HI, "chat_template_kwargs": {"messages": 1}},
+            400,
+            "unsupported_field",
+            "chat_template_kwargs",
+        ),
         ("completion", {"prompt": "a", "model": "gpt"}, 404, "model_not_found", "model"),
     ],
 )
