@@ -159,7 +159,7 @@ def test_a_lost_connection_ends_the_reply_and_comes_back(open_page: OpenPage, ed
 def test_a_server_with_keys_asks_for_one(open_page: OpenPage, edge: ScriptedEdge) -> None:
     edge.needs_key = True
     page = open_page(edge.url)
-    expect(page.get_by_role("alert")).to_contain_text("wants an API key")
+    expect(page.get_by_role("alert")).to_contain_text("wants a valid API key")
     expect(page.get_by_label("API key")).to_be_focused()
     page.keyboard.type(KEY)
     page.keyboard.press("Tab")
