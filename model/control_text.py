@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class ControlText:
-    """The texts of a vocabulary's control tokens; one of a single character cannot be told from content and is left out."""
+    """The texts of the control tokens; one of a single character cannot be told from content and is left out."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         # Longest first, as the tokenizer library prefers them.
