@@ -94,7 +94,7 @@ class EngineClient:
         self._stopping = False
         self._supervisor: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
-        self._ready = asyncio.Event()
+        self._settled = asyncio.Event()
         self._empty = asyncio.Event()
         self._ended = asyncio.Event()
         self._on_state: list[Callable[[EngineState], None]] = []
@@ -198,9 +198,10 @@ class EngineClient:
 
     async def wait_ready(self) -> None:
         """Raises EngineStartError when the engine is dead for good instead."""
-        await _first(self._ready, self._ended)
-        if not self._ready.is_set():
-            raise EngineStartError(self._failure or "the engine was stopped")
+        while self._ready_info is None:
+            if self._ended.is_set():
+                raise EngineStartError(self._failure or "the engine was stopped")
+            await self._settled.wait()
 
     async def wait_failed(self) -> str:
         """Until the engine is dead for good (never, with restart, once it was ready); why it died."""
@@ -233,8 +234,12 @@ class EngineClient:
             if self._connection is None:
                 self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
-        self._ended.set()
+        self._end_for_good()
         return cut
+
+    def _end_for_good(self) -> None:
+        self._ended.set()
+        self._settled.set()
 
     async def _wait_empty(self, limit_s: float) -> bool:
         if self._sinks:
@@ -268,7 +273,7 @@ class EngineClient:
                     return
                 await self._reopen(backoff, loop.time() - started_s)
         finally:
-            self._ended.set()
+            self._end_for_good()
 
     async def _bury(self) -> None:
         """Wait until the engine is lost, then until its process is gone."""
@@ -349,7 +354,7 @@ class EngineClient:
             self._watchdog.owes(False, now_s)
         self._ready_info = ready
         self._was_ready = True
-        self._ready.set()
+        self._settled.set()
         self._set_state(EngineState.READY)
 
     def _mourn(self, reason: str) -> None:
@@ -357,7 +362,7 @@ class EngineClient:
         self._failure = reason
         self._ready_info = None
         self._stats = Stats()
-        self._ready.clear()
+        self._settled.clear()
         if self._tick is not None:
             self._tick.cancel()
         self._lost.set()
@@ -392,13 +397,3 @@ def _call(sink: Sink, event: EngineEvent) -> None:
         sink(event)
     except Exception:
         log.exception("a stream failed to take a %s", type(event).__name__)
-
-
-async def _first(*events: asyncio.Event) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,155 +1,26 @@
-"""The step loop with the fake runner, a clock that only the steps move, and an outlet that plays the edge."""
+"""The step loop: right tokens, overlap, frames, gauges, times, cancels, drain, probes."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.serving.core.config import SchedulerConfig
-from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.events import Event, Finished, TokenEvent
-from headrace.serving.core.plan import StepPlan, StepResult
+from headrace.serving.core.events import Event
 from headrace.serving.core.request import (
     CancelReason,
     FinishReason,
     RejectionReason,
-    Request,
     RequestId,
-    SamplingParams,
-    StopRule,
 )
-from headrace.serving.core.scheduler import Scheduler
-from headrace.serving.engine.engine import Engine, EngineFailure, StepLoop
-from headrace.serving.engine.fake_runner import FakeRunner, expected_tokens
-from headrace.serving.engine.inbox import Inbox
-from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
-from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
-
-VOCAB = 64
-HOST_S, DEVICE_S = 0.25, 2.0
-
-
-class StepClock:
-    """Stands still but for what a test adds."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def now_s(self) -> float:
-        return self.now
-
-
-class TracingRunner:
-    """The fake runner; writes down the order of calls, moves the clock, and fails on demand."""
-
-    def __init__(self, config: SchedulerConfig, clock: StepClock) -> None:
-        self._inner = FakeRunner(config, vocab_size=VOCAB)
-        self._clock = clock
-        self.calls: list[str] = []
-        self.fail_dispatch: Callable[[StepPlan], Exception | None] = lambda plan: None
-        self.fail_collect: Callable[[int], Exception | None] = lambda step_id: None
-
-    def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
-        return self._inner.warm_up(progress)
-
-    def dispatch(self, plan: StepPlan) -> Ticket:
-        self._clock.now += HOST_S
-        self.calls.append(f"d{plan.step_id}")
-        error = self.fail_dispatch(plan)
-        if error is not None:
-            raise error
-        return self._inner.dispatch(plan)
-
-    def collect(self, ticket: Ticket) -> StepResult:
-        self._clock.now += DEVICE_S
-        self.calls.append(f"c{ticket.step_id}")
-        result = self._inner.collect(ticket)
-        error = self.fail_collect(ticket.step_id)
-        if error is not None:
-            raise error
-        return result
-
-    def compiles_after_ready(self) -> int:
-        return self._inner.compiles_after_ready()
-
-
-@dataclass
-class FakeEdge:
-    """Takes the engine's messages; script runs after each, and may put commands into the inbox."""
-
-    inbox: Inbox
-    script: Callable[["FakeEdge"], None]
-    messages: list[ToEdge] = field(default_factory=list)
-
-    def send(self, message: ToEdge) -> None:
-        self.messages.append(message)
-        self.script(self)
-
-    @property
-    def steps(self) -> list[Step]:
-        return [m for m in self.messages if isinstance(m, Step)]
-
-    @property
-    def tokens(self) -> list[TokenEvent]:
-        return [t for step in self.steps for t in step.tokens]
-
-    @property
-    def finished(self) -> list[Finished]:
-        return [f for step in self.steps for f in step.finished]
-
-    @property
-    def refused(self) -> list[Refused]:
-        return [r for step in self.steps for r in step.refused]
-
-    def ids(self, number: int) -> list[int]:
-        return [t.token_id for t in self.tokens if t.request_id == number]
-
-
-class Bench:
-    """Everything joined; ``run`` lets the engine run until the edge closes."""
-
-    def __init__(self, **config: int) -> None:
-        values = {"num_slots": 4, "num_pages": 65, "max_context": 128, **config}
-        self.config = SchedulerConfig(
-            page_size=4,
-            chunk_tokens=16,
-            block_tokens=8,
-            decode_rows=(values["num_slots"],),
-            prefill_tokens=(8, 16),
-            **values,
-        )
-        self.clock = StepClock()
-        self.runner = TracingRunner(self.config, self.clock)
-        self.scheduler = Scheduler(self.config)
-        self.loop = StepLoop(
-            self.scheduler, self.runner, self.clock, max_steps_in_flight=self.config.max_steps_in_flight
-        )
-        self.inbox = Inbox()
-
-    def run(self, script: Callable[[FakeEdge], None]) -> FakeEdge:
-        edge = FakeEdge(self.inbox, script)
-        Engine(self.loop, self.clock, self.inbox, edge).run()
-        return edge
-
-
-def request(number: int, *, num_prompt: int = 6, max_tokens: int = 5) -> Request:
-    return Request(
-        request_id=RequestId(number),
-        prompt_ids=tuple((number * 7 + i) % VOCAB for i in range(num_prompt)),
-        sampling=SamplingParams(temperature=0.0),
-        stop=StopRule(max_tokens=max_tokens),
-    )
-
-
-def expected_ids(r: Request) -> list[int]:
-    return [t.token_id for t in expected_tokens(r, VOCAB)]
-
-
-def close_when_idle(edge: FakeEdge) -> None:
-    """The Stats frame comes when the engine is idle."""
-    if isinstance(edge.messages[-1], Stats) and edge.messages[-1].nonce is None:
-        edge.inbox.close()
+from headrace.serving.engine.messages import Stats
+from tests.serving.engine.bench import (
+    DEVICE_S,
+    HOST_S,
+    Bench,
+    FakeEdge,
+    close_when_idle,
+    expected_ids,
+    request,
+)
 
 
 def test_tokens_are_right_and_each_request_ends_once() -> None:
@@ -268,87 +139,6 @@ def test_a_mass_cancel_leaves_right_gauges_without_new_traffic() -> None:
     assert (last.running, last.waiting, last.pages_free + last.pages_cached) == (0, 0, last.pages_total)
     assert Counter(f.request_id for f in edge.finished) == dict.fromkeys(range(1, 65), 1)
     assert sum(f.completion_tokens for f in edge.finished) == last.generation_tokens
-
-
-def test_a_step_that_fails_at_collect_ends_its_requests_and_no_other() -> None:
-    bench = Bench(num_slots=1)
-    first, second = request(1), request(2)
-    bench.inbox.submit(first)
-    bench.inbox.submit(second)
-    bench.runner.fail_collect = lambda step_id: RuntimeError("secret detail") if step_id == 1 else None
-    edge = bench.run(close_when_idle)
-    failed, done = edge.finished
-    assert (failed.request_id, failed.reason, failed.error_code) == (1, FinishReason.ERROR, "step_failed")
-    assert failed.error_message is not None
-    assert "secret" not in failed.error_message
-    assert edge.ids(1) == expected_ids(first)[:1]
-    assert (done.request_id, done.reason) == (2, FinishReason.LENGTH)
-    assert edge.ids(2) == expected_ids(second)
-
-
-def test_a_step_that_fails_at_dispatch_waits_for_its_turn() -> None:
-    bench = Bench(num_slots=1)
-    bench.inbox.submit(request(1))
-    bench.inbox.submit(request(2))
-    bench.runner.fail_dispatch = lambda plan: RuntimeError("no memory") if plan.step_id == 2 else None
-    edge = bench.run(close_when_idle)
-    # Step 1 is collected before the failure of step 2 is dealt with; nothing is dispatched in between.
-    assert bench.runner.calls[:6] == ["d0", "d1", "c0", "d2", "c1", "d3"]
-    assert [(f.request_id, f.reason) for f in edge.finished] == [(1, FinishReason.ERROR), (2, FinishReason.LENGTH)]
-    assert edge.ids(1) == expected_ids(request(1))[:2]
-    assert edge.ids(2) == expected_ids(request(2))
-
-
-def test_a_runner_that_only_fails_is_given_up() -> None:
-    bench = Bench(num_slots=1)
-    for n in range(1, 20):
-        bench.inbox.submit(request(n))
-    bench.runner.fail_collect = lambda step_id: RuntimeError("device lost")
-    with pytest.raises(EngineFailure, match=r"3 steps in a row failed.*device lost"):
-        bench.run(close_when_idle)
-
-
-def test_failures_that_are_not_in_a_row_do_not_add_up() -> None:
-    bench = Bench(num_slots=1)
-    for n in range(1, 9):
-        bench.inbox.submit(request(n, max_tokens=2))
-    bench.runner.fail_collect = lambda step_id: RuntimeError("odd") if step_id % 4 == 0 else None
-    edge = bench.run(close_when_idle)
-    assert len(edge.finished) == 8
-    assert {f.reason for f in edge.finished} == {FinishReason.ERROR, FinishReason.LENGTH}
-
-
-def test_a_broken_invariant_of_the_runner_is_never_survived() -> None:
-    bench = Bench()
-    bench.inbox.submit(request(1))
-    bench.runner.fail_collect = lambda step_id: InvariantError("two tenants")
-    with pytest.raises(InvariantError, match="two tenants"):
-        bench.run(close_when_idle)
-
-
-def test_the_books_are_checked_when_the_engine_gets_idle() -> None:
-    bench = Bench()
-    bench.inbox.submit(request(1))
-
-    def script(edge: FakeEdge) -> None:
-        if len(edge.finished) == 1:
-            bench.scheduler.memory.pool.alloc()  # a page that nobody will give back
-
-    with pytest.raises(InvariantError):
-        bench.run(script)
-
-
-def test_a_scheduler_that_plans_nothing_while_requests_wait_is_an_error_not_a_busy_loop() -> None:
-    class Stalled(Scheduler):
-        def plan_step(self, now_s: float) -> StepPlan | None:
-            return None
-
-    bench = Bench()
-    loop = StepLoop(Stalled(bench.config), bench.runner, bench.clock)
-    assert loop.turn() is None
-    loop.submit(request(1))
-    with pytest.raises(InvariantError, match="plans no step"):
-        loop.turn()
 
 
 def test_refusals_are_answered() -> None:

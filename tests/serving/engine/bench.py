@@ -1,0 +1,145 @@
+"""The step loop with the fake runner, a clock that only the steps move, and an outlet that plays the edge."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.events import Finished, TokenEvent
+from headrace.serving.core.plan import StepPlan, StepResult
+from headrace.serving.core.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    StopRule,
+)
+from headrace.serving.core.scheduler import Scheduler
+from headrace.serving.engine.engine import Engine, StepLoop
+from headrace.serving.engine.fake_runner import FakeRunner, expected_tokens
+from headrace.serving.engine.inbox import Inbox
+from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
+from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
+
+VOCAB = 64
+HOST_S, DEVICE_S = 0.25, 2.0
+
+
+class StepClock:
+    """Stands still but for what a test adds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def now_s(self) -> float:
+        return self.now
+
+
+class TracingRunner:
+    """The fake runner; writes down the order of calls, moves the clock, and fails on demand."""
+
+    def __init__(self, config: SchedulerConfig, clock: StepClock) -> None:
+        self._inner = FakeRunner(config, vocab_size=VOCAB)
+        self._clock = clock
+        self.calls: list[str] = []
+        self.fail_dispatch: Callable[[StepPlan], Exception | None] = lambda plan: None
+        self.fail_collect: Callable[[int], Exception | None] = lambda step_id: None
+
+    def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
+        return self._inner.warm_up(progress)
+
+    def dispatch(self, plan: StepPlan) -> Ticket:
+        self._clock.now += HOST_S
+        self.calls.append(f"d{plan.step_id}")
+        error = self.fail_dispatch(plan)
+        if error is not None:
+            raise error
+        return self._inner.dispatch(plan)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        self._clock.now += DEVICE_S
+        self.calls.append(f"c{ticket.step_id}")
+        result = self._inner.collect(ticket)
+        error = self.fail_collect(ticket.step_id)
+        if error is not None:
+            raise error
+        return result
+
+    def compiles_after_ready(self) -> int:
+        return self._inner.compiles_after_ready()
+
+
+@dataclass
+class FakeEdge:
+    """Takes the engine's messages; script runs after each, and may put commands into the inbox."""
+
+    inbox: Inbox
+    script: Callable[["FakeEdge"], None]
+    messages: list[ToEdge] = field(default_factory=list)
+
+    def send(self, message: ToEdge) -> None:
+        self.messages.append(message)
+        self.script(self)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [m for m in self.messages if isinstance(m, Step)]
+
+    @property
+    def tokens(self) -> list[TokenEvent]:
+        return [t for step in self.steps for t in step.tokens]
+
+    @property
+    def finished(self) -> list[Finished]:
+        return [f for step in self.steps for f in step.finished]
+
+    @property
+    def refused(self) -> list[Refused]:
+        return [r for step in self.steps for r in step.refused]
+
+    def ids(self, number: int) -> list[int]:
+        return [t.token_id for t in self.tokens if t.request_id == number]
+
+
+class Bench:
+    """Everything joined; ``run`` lets the engine run until the edge closes."""
+
+    def __init__(self, **config: int) -> None:
+        values = {"num_slots": 4, "num_pages": 65, "max_context": 128, **config}
+        self.config = SchedulerConfig(
+            page_size=4,
+            chunk_tokens=16,
+            block_tokens=8,
+            decode_rows=(values["num_slots"],),
+            prefill_tokens=(8, 16),
+            **values,
+        )
+        self.clock = StepClock()
+        self.runner = TracingRunner(self.config, self.clock)
+        self.scheduler = Scheduler(self.config)
+        self.loop = StepLoop(
+            self.scheduler, self.runner, self.clock, max_steps_in_flight=self.config.max_steps_in_flight
+        )
+        self.inbox = Inbox()
+
+    def run(self, script: Callable[[FakeEdge], None]) -> FakeEdge:
+        edge = FakeEdge(self.inbox, script)
+        Engine(self.loop, self.clock, self.inbox, edge).run()
+        return edge
+
+
+def request(number: int, *, num_prompt: int = 6, max_tokens: int = 5) -> Request:
+    return Request(
+        request_id=RequestId(number),
+        prompt_ids=tuple((number * 7 + i) % VOCAB for i in range(num_prompt)),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopRule(max_tokens=max_tokens),
+    )
+
+
+def expected_ids(r: Request) -> list[int]:
+    return [t.token_id for t in expected_tokens(r, VOCAB)]
+
+
+def close_when_idle(edge: FakeEdge) -> None:
+    """The Stats frame comes when the engine is idle."""
+    if isinstance(edge.messages[-1], Stats) and edge.messages[-1].nonce is None:
+        edge.inbox.close()
