@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from headrace.serving.edge.errors import ApiError, ErrorCode
 
+MAX_TOKEN_IDS = 1 << 20
+"""Of one list; beyond any context."""
+
 _JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 
@@ -147,13 +150,21 @@ class TokenIds:
 
 
 def token_ids(name: str, items: list[object]) -> tuple[int, ...]:
-    """Items as ids in [0, 2**31); whether the vocabulary has them is admission's business."""
+    """Items as ids in [0, 2**31); whether the vocabulary has them is admission's business.
+
+    The common case runs at C speed: 4 MiB of JSON can hold two million ids.
+    """
+    if len(items) > MAX_TOKEN_IDS:
+        raise out_of_range(name, f"at most {MAX_TOKEN_IDS} token ids")
+    ids: tuple[int, ...] = tuple(items)  # type: ignore[arg-type]  # checked in the next lines
+    if set(map(type, items)) <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < 1 << 31:
+        return ids
     for position, item in enumerate(items):
         if type(item) is not int:
             raise wrong_type(f"{name}[{position}]", "a token id (an integer)", item)
         if not 0 <= item < 1 << 31:
             raise out_of_range(f"{name}[{position}]", "a token id of the model's vocabulary")
-    return tuple(items)  # type: ignore[arg-type]  # each was checked above
+    raise AssertionError("unreachable: one of the items is no token id")
 
 
 @dataclass(frozen=True, slots=True)
