@@ -192,11 +192,8 @@ def build_engine(options: EngineOptions, progress: Progress) -> BuiltEngine:
 
 def use_compile_cache(directory: str | None) -> None:
     """Keep compiled programs in directory, down to the smallest. One that cannot be written to costs a warning."""
-    import jax
-
     if directory is None:
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
+        return _configure_jax(jax_enable_compilation_cache=False)
     try:
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -204,8 +201,16 @@ def use_compile_cache(directory: str | None) -> None:
             probe.flush()
     except OSError as error:
         log.warning("compiled programs are not kept: %s (%s)", directory, error.strerror)
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
-    jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        return _configure_jax(jax_enable_compilation_cache=False)
+    _configure_jax(
+        jax_compilation_cache_dir=directory,
+        jax_persistent_cache_min_compile_time_secs=0.0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    )
+
+
+def _configure_jax(**values: object) -> None:
+    import jax
+
+    for name, value in values.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]

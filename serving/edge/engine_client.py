@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 16 << 20
 """An engine that has not read so much is behind by many requests: more of them are refused at once."""
-CANCEL_GRACE_S = 2.0
+CANCEL_GRACE_S = 1.0
 """How long a drain waits for the terminal events of what it cancelled."""
 
 
@@ -71,7 +71,7 @@ class EngineClient:
         *,
         restart: bool = False,
         limits: ProgressLimits | None = None,
-        exit_grace_s: float = 2.0,
+        exit_grace_s: float = 1.0,
     ) -> None:
         self._launch = launch
         self._restart = restart
