@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -199,6 +200,32 @@ async def test_nothing_is_left_behind() -> None:
     await life()
     assert (process.num_fds(), threading.active_count(), len(asyncio.all_tasks())) == before
     assert process.children() == []
+
+
+async def test_a_thousand_requests_with_random_cancels_balance() -> None:
+    """Every request ends once, without a gap; counters equal the sums over the ends; every page comes back (R33)."""
+    rng = random.Random(5)
+    async with running(EngineClient(launch(FakeOptions(vocab_size=VOCAB), pages=300))) as client:
+        streams: list[Stream] = []
+        for _ in range(1000):
+            stream = Stream(client, max_tokens=rng.randint(1, 40), num_prompt=rng.randint(1, 200))
+            streams.append(stream)
+            while client.in_flight >= 64:
+                await asyncio.sleep(0)
+                if rng.random() < 0.02:
+                    client.cancel(rng.choice(streams).request.request_id, CancelReason.DISCONNECT)
+        ends = [await stream.end() for stream in streams]
+        await until(lambda: client.stats.running == 0)
+        finished = [end for end in ends if isinstance(end, Finished)]
+        assert len(finished) == len(ends)
+        for stream, end in zip(streams, finished, strict=True):
+            assert end.completion_tokens == len(stream.ids)
+            assert stream.ids == [t.token_id for t in expected_tokens(stream.request, VOCAB)][: len(stream.ids)]
+        assert {end.reason for end in finished} == {FinishReason.LENGTH, FinishReason.CANCELLED}
+        stats = client.stats
+        assert stats.generation_tokens == sum(end.completion_tokens for end in finished)
+        assert stats.prompt_tokens == sum(end.prompt_tokens for end in finished)
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
 async def test_a_submit_storm_is_bounded_and_each_request_ends_once() -> None:
