@@ -3,10 +3,7 @@
 ``resolve`` is arithmetic: the server prints it before anything is loaded.
 """
 
-import logging
-import os
 import sys
-import tempfile
 from dataclasses import dataclass
 
 import msgspec
@@ -17,8 +14,6 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.link import encode_frame
 from headrace.serving.engine.ports import Progress, Runner
-
-log = logging.getLogger(__name__)
 
 KV_ITEM_BYTES = 4
 """KV is float32."""
@@ -175,6 +170,7 @@ def build_engine(options: EngineOptions, progress: Progress) -> BuiltEngine:
     import jax
 
     from headrace.model.load import load_model
+    from headrace.serving.runner.compile_cache import use_compile_cache
     from headrace.serving.runner.runner import JaxRunner
 
     use_compile_cache(options.compile_cache)
@@ -188,29 +184,3 @@ def build_engine(options: EngineOptions, progress: Progress) -> BuiltEngine:
         weights_bytes=weights_bytes,
         device=f"{device.platform}:{device.device_kind}",
     )
-
-
-def use_compile_cache(directory: str | None) -> None:
-    """Keep compiled programs in directory, down to the smallest. One that cannot be written to costs a warning."""
-    if directory is None:
-        return _configure_jax(jax_enable_compilation_cache=False)
-    try:
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as probe:
-            probe.write(b"x")
-            probe.flush()
-    except OSError as error:
-        log.warning("compiled programs are not kept: %s (%s)", directory, error.strerror)
-        return _configure_jax(jax_enable_compilation_cache=False)
-    _configure_jax(
-        jax_compilation_cache_dir=directory,
-        jax_persistent_cache_min_compile_time_secs=0.0,
-        jax_persistent_cache_min_entry_size_bytes=-1,
-    )
-
-
-def _configure_jax(**values: object) -> None:
-    import jax
-
-    for name, value in values.items():
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]

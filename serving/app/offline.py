@@ -1,6 +1,8 @@
 """Requests to completions in one process: the step loop without sockets."""
 
 import contextlib
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -110,8 +112,9 @@ def complete(
     )
     live: dict[RequestId, _Work] = {}
     done: list[Completion | None] = [None] * len(requests)
-    with _cancelled_at_exit(loop, live):
+    with _cancelled_at_exit(loop, live), _interrupts_deferred() as check_interrupt:
         while waiting or live:
+            check_interrupt()
             _submit(loop, waiting, live)
             output = loop.turn()
             events: Iterable[Event] = () if output is None else output.events
@@ -128,6 +131,29 @@ def _cancelled_at_exit(loop: StepLoop, live: dict[RequestId, _Work]) -> Iterator
     finally:
         for request_id in live:
             loop.cancel(request_id, CancelReason.CLIENT)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the yielded check: in the middle of a step it would leave half a state behind."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield lambda: None
+        return
+    came: list[int] = []
+
+    def check() -> None:
+        if came:
+            came.clear()
+            signal.signal(signal.SIGINT, previous)
+            signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield check
+        check()
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _submit(loop: StepLoop, waiting: deque[_Work], live: dict[RequestId, _Work]) -> None:

@@ -123,9 +123,6 @@ class StepLoop:
                 raise
             except Exception as error:
                 outcome = error
-            except BaseException:
-                self._in_flight.appendleft(step)  # an interrupt in a notebook: the step is still owed to the scheduler
-                raise
         now_s = self._clock.now_s()
         self.blocked_seconds += now_s - started_s
         self.device_seconds += now_s - self._busy_since_s

@@ -1,9 +1,6 @@
-"""Options to a scheduler configuration, and the directory of compiled programs with its faults."""
+"""Options to a scheduler configuration."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -112,41 +109,3 @@ def test_a_fault_that_is_not_known_is_refused(fault: str) -> None:
 def test_the_fake_engine_needs_no_model() -> None:
     built = build_engine(replace(OPTIONS, fake=FakeOptions()), lambda what, done, total: None)
     assert built.device == "fake"
-
-
-CACHE_SCRIPT = """
-import logging, sys
-logging.basicConfig(level=logging.WARNING, format="LOG %(message)s")
-from headrace.serving.app.build import use_compile_cache
-use_compile_cache(sys.argv[1])
-import jax
-print(jax.jit(lambda x: x * 2 + 1)(20))
-"""
-
-
-def run_with_cache(directory: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CACHE_SCRIPT, str(directory)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "41"
-    return done.stderr
-
-
-def test_the_compile_cache_is_filled_used_and_survives_damage(tmp_path: Path) -> None:
-    """R27: a damaged cache costs a warning, never a start or a result."""
-    cache = tmp_path / "compiled"
-    run_with_cache(cache)
-    entries = [p for p in cache.rglob("*") if p.is_file() and "jit" in p.name and not p.name.endswith("-atime")]
-    assert entries, "nothing was kept"
-    for entry in entries:
-        entry.write_bytes(entry.read_bytes()[:20])
-    run_with_cache(cache)
-
-
-def test_a_compile_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
-    a_file = tmp_path / "file"
-    a_file.write_text("x")
-    for directory in (a_file, a_file / "below", Path("/proc/headrace")):
-        log = run_with_cache(directory)
-        assert log.count("compiled programs are not kept") == 1

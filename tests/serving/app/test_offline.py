@@ -1,5 +1,7 @@
 """Batches of requests without a server, on the fake runner: text, stop strings, refusals, interrupts."""
 
+import signal
+
 import pytest
 
 from headrace.serving.app.offline import Completion, RequestError, complete
@@ -37,7 +39,7 @@ class Offline:
 
     def _on_collect(self, plan: StepPlan) -> None:
         if plan.step_id == self.interrupt_at:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     def request(self, prompt_ids: tuple[int, ...], *, max_tokens: int = 8, stop_ids: tuple[int, ...] = ()) -> Request:
         self._num_requests += 1
@@ -121,6 +123,7 @@ def test_an_interrupt_leaves_an_engine_that_still_works() -> None:
     with pytest.raises(KeyboardInterrupt):
         offline.run(*[offline.request((n,)) for n in range(6)])
     assert offline.scheduler.stats().waiting == offline.scheduler.stats().running == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     again = [offline.request((n, n)) for n in range(6)]
     assert [c.text for c in offline.run(*again)] == [letters(r) for r in again]
 
