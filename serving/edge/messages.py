@@ -62,7 +62,7 @@ CLOSE_MEANINGS: dict[CloseCode, str] = {
     CloseCode.UNAUTHENTICATED: "The API key of `hello` was absent or wrong, or another message came before `hello`.",
     CloseCode.SUBPROTOCOL: "The client did not offer `headrace.v1` (normally HTTP 400 before the upgrade).",
     CloseCode.TOO_SLOW: "No `hello` in time, or the client stopped reading for the write limit.",
-    CloseCode.TOO_MANY: "The client sent messages without reading the answers.",
+    CloseCode.TOO_MANY: "The client sent messages without reading the answers, or its key has too many sockets.",
 }
 
 

@@ -73,6 +73,9 @@ class SessionHost(Protocol):
     def identify(self, key: str) -> Identity | None:
         """Whose key it is; None for a wrong one."""
 
+    def has_room_for(self, identity: Identity) -> bool:
+        """Whether its key may open one more socket."""
+
     def is_current(self, identity: Identity) -> bool:
         """Whether that key is still accepted."""
 
@@ -260,6 +263,8 @@ class Session:
         identity = self._host.identify(message.token) if message.token else None
         if identity is None:
             self._close(CloseCode.UNAUTHENTICATED, "the API key is absent or wrong")
+        elif not self._host.has_room_for(identity):
+            self._close(CloseCode.TOO_MANY, "this key has too many open sockets")
         else:
             self._open(identity)
 
