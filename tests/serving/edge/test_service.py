@@ -4,10 +4,12 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.serving.core.request import CancelReason, Rejection, RejectionReason
 from headrace.serving.edge.errors import ApiError
-from headrace.serving.edge.fields import Endpoint
+from headrace.serving.edge.fields import Endpoint, table
 from headrace.serving.edge.generation import Delta, Done, Failure
 from headrace.serving.edge.preparation import cache_namespace
 from headrace.serving.edge.service import Service
@@ -256,3 +258,37 @@ async def test_the_contract_changes_with_the_weights() -> None:
     assert first.startswith("fp_")
     assert service.contract == first
     assert make_service(engine, kv_dtype="bfloat16").contract != first
+
+
+EDGES = st.sampled_from((
+    None, True, False, 0, 1, -1, 2, 20, 21, 32, 256, 257, 2**31, 2**63, 10**400, 0.0, -0.0, 0.5, 1.0, 1e-30, 1e300, -1e300,
+    float("nan"), float("inf"), -float("inf"), "", "0.5", "x", "\ud83d", "\0", "x" * 5000, [], {}, [None], [0], [259], [260],
+    [-1], [1.5], ["x"], [[]], [[1]], [[259], "x"], list(range(300)), {"0": 1}, {"260": 1}, {"259": -100}, {"x": 1}, {"0": 1e9},
+    {"type": "text"}, {"include_usage": True}, {"include_usage": 1}, [{"role": "user", "content": "x"}], [{"role": "user"}],
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@given(data=st.data())
+@settings(max_examples=250, deadline=None)
+def test_whatever_a_body_says_is_served_or_refused_by_name(endpoint: Endpoint, data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(table(endpoint))), max_size=4, unique=True))
+    body: dict[str, object] = {"messages": HI} if endpoint is Endpoint.CHAT else {"prompt": "hi"}
+    body |= {name: data.draw(EDGES) for name in names}
+
+    async def run() -> None:
+        engine = FakeEngine()
+        service = make_service(engine, max_prompt_bytes=2000)
+        try:
+            job = await service.start(endpoint, body)
+        except ApiError as error:
+            assert 400 <= error.status < 500
+            assert engine.submitted == []
+            return
+        finally:
+            service.close()
+        for generation in job.generations:
+            await generation.wait_end()
+            assert generation.completion_tokens >= 1
+
+    asyncio.run(run())
