@@ -261,10 +261,11 @@ async def test_the_contract_changes_with_the_weights() -> None:
 
 
 EDGES = st.sampled_from((
-    None, True, False, 0, 1, -1, 2, 20, 21, 32, 256, 257, 2**31, 2**63, 10**400, 0.0, -0.0, 0.5, 1.0, 1e-30, 1e300, -1e300,
-    float("nan"), float("inf"), -float("inf"), "", "0.5", "x", "\ud83d", "\0", "x" * 5000, [], {}, [None], [0], [259], [260],
-    [-1], [1.5], ["x"], [[]], [[1]], [[259], "x"], list(range(300)), {"0": 1}, {"260": 1}, {"259": -100}, {"x": 1}, {"0": 1e9},
-    {"type": "text"}, {"include_usage": True}, {"include_usage": 1}, [{"role": "user", "content": "x"}], [{"role": "user"}],
+    None, True, False, 0, 1, -1, 2, 20, 21, 32, 256, 257, 2**31, 2**63, 10**400, 0.0, -0.0, 0.5, 1.0, 1e-30, 1e300,
+    float("nan"), float("inf"), -float("inf"), "", "0.5", "x", "\ud83d", "\0", "x" * 5000, [], {}, [None], [0], [259],
+    [260], [-1], [1.5], ["x"], [[]], [[1]], [[259], "x"], list(range(300)), {"0": 1}, {"260": 1}, {"259": -100},
+    {"x": 1}, {"0": 1e9}, {"type": "text"}, {"include_usage": True}, {"include_usage": 1}, [{"role": "user"}],
+    [{"role": "user", "content": "x"}],
 ))  # fmt: skip
 
 
