@@ -4,7 +4,8 @@ A client that goes away, at any moment after its body is complete, cancels its r
 tokenizer, in the queue, between tokens. One that stops reading for WRITE_LIMIT_S is cancelled too.
 
 The role travels with the first token and finish_reason with the last, so that clients which time chunks measure tokens
-and nothing else. Headers go out at once; a comment every KEEPALIVE_S keeps proxies patient.
+and nothing else. Headers go out at once; a comment every KEEPALIVE_S keeps proxies patient. What goes wrong after that
+is an error event and ``[DONE]``.
 """
 
 import asyncio

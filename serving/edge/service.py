@@ -186,7 +186,7 @@ class Service:
     async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
         """Admit and submit one request. Raises ApiError. Cancelling the caller before it returns starts nothing."""
         try:
-            return await self._start(Endpoint(endpoint), body, tenant)
+            return await self._start(_known(endpoint), body, tenant)
         except ApiError as error:
             self.metrics.refused(error.code)
             raise
@@ -317,3 +317,11 @@ class Service:
     def _left_queue(self, request: Request, now_s: float) -> None:
         if self._waiting.remove(request):
             self._drain_rate.on_leave(now_s, others_wait=bool(self._waiting.prompt_tokens))
+
+
+def _known(endpoint: str) -> Endpoint:
+    try:
+        return Endpoint(endpoint)
+    except ValueError:
+        names = " or ".join(Endpoint)
+        raise ApiError(ErrorCode.INVALID_VALUE, f"endpoint must be {names}.", param="endpoint") from None

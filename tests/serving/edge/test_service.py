@@ -120,6 +120,12 @@ async def test_refusals(endpoint: Endpoint, body: dict[str, object], status: int
     assert engine.submitted == []
 
 
+async def test_an_endpoint_that_is_none() -> None:
+    with pytest.raises(ApiError) as caught:
+        await make_service(FakeEngine()).start("embedding", {})
+    assert caught.value.param == "endpoint"
+
+
 async def test_a_model_without_a_template_says_so() -> None:
     engine = FakeEngine()
     service = Service(make_service(engine).config, engine=engine, tokenizer=ByteTokenizer(), template=None)
