@@ -104,7 +104,10 @@ class PageMemory:
                 self._give_back(hold.pages)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantError unless every count equals the sequences and holds that name the page."""
+        """Raise InvariantError unless every count equals the sequences and holds that name the page.
+
+        Looks at every page and cache entry.
+        """
         owned = [page for sequence in sequences for page in sequence.pages]
         self.pool.check(owned + [page for hold in self._holds for page in hold.pages])
         self.cache.check()

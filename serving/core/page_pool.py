@@ -100,8 +100,17 @@ class PagePool:
             del self._cached[page]
             self._free.append(page)
 
+    def check_sum(self) -> None:
+        """Raise InvariantError if pages were lost or doubled; constant time."""
+        total = len(self._free) + len(self._counts) + len(self._cached)
+        if total != self._num_usable:
+            raise InvariantError(f"{total} pages are free, referenced or cached, but {self._num_usable} are usable")
+
     def check(self, holders: Iterable[int] | None = None) -> None:
-        """Raise InvariantError if a page is in two states or in none, or if counts differ from the given holders."""
+        """Raise InvariantError if a page is in two states or in none, or if counts differ from the given holders.
+
+        Time grows with the pool.
+        """
         states = [*self._free, *self._counts, *self._cached]
         if sorted(states) != list(range(1, self._num_usable + 1)):
             raise InvariantError(

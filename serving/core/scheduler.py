@@ -190,9 +190,15 @@ class Scheduler:
             preemptions=counters.preemptions,
         )
 
-    def check(self) -> None:
-        """Raise InvariantError if any page, slot or sequence is in no state, in two, or in a wrong one."""
-        self.memory.check(self._running)
+    def check(self, *, deep: bool = False) -> None:
+        """Raise InvariantError if any page, slot or sequence is in no state, in two, or in a wrong one.
+
+        Cheap enough for every time that the server becomes idle. deep compares each page and each cache entry with
+        its users too; its time grows with the pool, and it is meant for tests.
+        """
+        if deep:
+            self.memory.check(self._running)
+        self.memory.pool.check_sum()
         self._slots.check({s.slot for s in self._running if s.slot is not None})
         self._waiting.check()
         listed = (*self._waiting.sequences, *self._running)

@@ -193,7 +193,7 @@ class Simulation:
     def _after_event(self) -> None:
         """Internal invariants, pages of plans in flight, bounds, poison."""
         scheduler, pool = self._scheduler, self._scheduler.memory.pool
-        scheduler.check()
+        scheduler.check(deep=True)
         for plan, _ in self._in_flight:
             for row in plan.decode + plan.prefill:
                 self._require(

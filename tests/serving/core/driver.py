@@ -136,6 +136,6 @@ class Drive:
         return [event.token_id for event in self.tokens[request_id]]
 
     def _settled(self) -> None:
-        self.scheduler.check()
+        self.scheduler.check(deep=True)
         for page in self.scheduler.memory.pool.free_pages:
             self.runner.poison(page)

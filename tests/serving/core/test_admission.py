@@ -102,7 +102,8 @@ def test_wrong_types_and_numbers_that_are_not_finite_are_refused(field: str, val
 
 @pytest.mark.parametrize("field", sorted(set(RANGES) - FLOATS))
 def test_an_integer_field_takes_no_float(field: str) -> None:
-    assert refused(**{field: 5.0}).param == field
+    value: dict[str, Any] = {field: 5.0}
+    assert refused(**value).param == field
 
 
 def test_logprobs_are_bounded_by_the_limit_and_the_vocabulary() -> None:

@@ -86,6 +86,14 @@ def test_check_compares_counts_with_holders() -> None:
         pool.check([])
 
 
+def test_a_lost_page_shows_in_the_sum() -> None:
+    pool = PagePool(4)
+    pool.check_sum()
+    pool._free.pop()
+    with pytest.raises(InvariantError, match="2 pages"):
+        pool.check_sum()
+
+
 @pytest.mark.parametrize("damage", ["_free", "_counts", "_cached"])
 def test_check_finds_a_page_in_two_states_or_in_none(damage: str) -> None:
     pool = PagePool(4)

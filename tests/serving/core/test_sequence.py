@@ -33,7 +33,8 @@ def test_clearing_a_tenancy_keeps_history_and_counts() -> None:
     sequence.num_computed = sequence.num_to_prefill = 3
     sequence.preemptions, sequence.cached_tokens = 2, 4
     sequence.clear_tenancy()
-    assert (sequence.slot, sequence.pages, sequence.chain, sequence.last_step) == (None, [], [], None)
+    assert sequence.slot is None and sequence.last_step is None
+    assert sequence.pages == [] and sequence.chain == []
     assert (sequence.num_pending, sequence.num_computed, sequence.num_to_prefill) == (0, 0, 0)
     assert (sequence.outputs, sequence.preemptions, sequence.cached_tokens) == ([20], 2, 4)
 
