@@ -89,7 +89,7 @@ class ChatTemplate:
         self._check_variables(variables or {})
         marks = _Marks(tokenizer)
 
-        def rendered(change: Callable[[str], str]) -> str:
+        def rendered(change: Callable[[str, bool], str]) -> str:
             changed = [
                 {name: value if name == "role" else _map_texts(value, change) for name, value in message.items()}
                 for message in conversation
@@ -111,7 +111,7 @@ class ChatTemplate:
         seen = _Seen(tokenizer)
         _map_texts([conversation, dict(variables or {})], seen.look)
         if not seen.holds_control:
-            text = rendered(lambda same: same)
+            text = rendered(lambda text, _: text)
             # A message and its neighbour may make a control text together.
             if not seen.may_straddle or control.count(text) == control.count(rendered(marks.hide)):
                 return tokenizer.encode(text, allow_special=True)
@@ -151,7 +151,7 @@ class _Seen:
         self.holds_control = False
         self.may_straddle = False
 
-    def look(self, text: str) -> str:
+    def look(self, text: str, is_key: bool) -> str:
         self.holds_control = self.holds_control or self._control.occurs_in(text)
         self.may_straddle = self.may_straddle or self._control.may_straddle(text)
         return text
@@ -172,10 +172,14 @@ class _Marks:
         self._hidden.append(text)
         return f"\ue000{self._nonce}{len(self._hidden) - 1}\ue001"
 
-    def hide(self, text: str) -> str:
-        """The text with a mark for each control text, and at both ends where it could be part of one."""
-        border = self._mark("") if self._tokenizer.control_text.may_straddle(text) else ""
-        pieces = self._tokenizer.control_text.split(text)
+    def hide(self, text: str, is_key: bool) -> str:
+        """The text with a mark for each control text, and at both ends where it could be part of one.
+
+        A key that merely lies inside some control text stays as it is, since templates look things up by name.
+        """
+        control = self._tokenizer.control_text
+        border = self._mark("") if (control.touches if is_key else control.may_straddle)(text) else ""
+        pieces = control.split(text)
         pieces[1::2] = map(self._mark, pieces[1::2])
         return border + "".join(pieces) + border
 
@@ -198,12 +202,12 @@ class _Marks:
         return ids
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of plain data with every text changed, keys included."""
+def _map_texts(value: Any, change: Callable[[str, bool], str], is_key: bool = False) -> Any:
+    """A copy of plain data with every text changed by ``change(text, is_key)``."""
     if isinstance(value, str):
-        return change(value)
+        return change(value, is_key)
     if isinstance(value, Mapping):
-        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+        return {_map_texts(key, change, True): _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_map_texts(item, change) for item in value]
     return value

@@ -33,8 +33,13 @@ class ControlText:
         """The text in pieces, none of which holds a control text whole: each is parted after its first character."""
         return self._breaks.split(text)
 
-    def may_straddle(self, text: str) -> bool:
-        """Whether text that stands before or after this one could complete a control text with part of it."""
+    def touches(self, text: str) -> bool:
+        """Whether the text begins with the end, or ends with the beginning, of a control text."""
         return any(
             text[-n:] in self._beginnings or text[:n] in self._ends for n in range(1, min(self._longest, len(text) + 1))
-        ) or (0 < len(text) < self._longest and any(text in control for control in self._ordered))
+        )
+
+    def may_straddle(self, text: str) -> bool:
+        """Whether text around this one could complete a control text with it or with part of it."""
+        inside = 0 < len(text) < self._longest and any(text in control for control in self._ordered)
+        return inside or self.touches(text)

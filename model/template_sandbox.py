@@ -1,8 +1,8 @@
 """A Jinja environment for chat templates out of model files, which are not trusted.
 
 Jinja's sandbox keeps a template from Python objects, but bounds neither its work nor its memory. Here every loop
-iteration, call, filter and assignment is counted and timed, and what any of them makes is bounded, so that nothing
-can grow from step to step.
+iteration, call, filter, assignment and output is counted and timed, and whatever is kept or shown is weighed with all
+that it holds. Operations whose result can be far larger than their operands are estimated before they run.
 
 Filters and globals are those of transformers: ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``,
 ``break`` and ``continue``, and ``{% generation %}``, which marks the assistant's text for training and is transparent.
@@ -10,7 +10,6 @@ Filters and globals are those of transformers: ``tojson`` without HTML escapes, 
 
 import functools
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,12 +22,15 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
-_MAX_NUMBER = 1_000_000
-"""Largest integer argument of a call, filter or repetition: a width, an indent, a count."""
+from headrace.model.template_growth import TooLarge, estimate_binop, estimate_filter, estimate_method
+
 _MAX_ITEMS = 1_000_000
 _REMOVED_GLOBALS = ("lipsum", "cycler", "joiner")
-_LARGE_WIDTH = re.compile(r"\d{6}")
+_REMOVED_FILTERS = ("wordwrap", "urlize", "xmlattr", "pprint")
+"""Their output can be many times their input, and chat templates have no use for them."""
 
 
 class BudgetExceeded(TemplateError):
@@ -41,7 +43,7 @@ class RaisedByTemplate(TemplateError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderLimits:
-    """Bounds of one rendering. A 5,000-message chat in SmolLM2's template takes 30,000 steps."""
+    """Bounds of one rendering. A 5,000-message chat in SmolLM2's template takes 80,000 steps."""
 
     max_steps: int = 2_000_000
     max_chars: int = 16_000_000
@@ -51,41 +53,55 @@ class RenderLimits:
 class _Budget(threading.local):
     """What the rendering in this thread may still do."""
 
+    limits = RenderLimits()
     steps_left = 0
     deadline = 0.0
-    max_chars = 0
-    limits = RenderLimits()
 
     def start(self, limits: RenderLimits) -> None:
         self.limits = limits
         self.steps_left = limits.max_steps
-        self.max_chars = limits.max_chars
         self.deadline = time.monotonic() + limits.max_seconds
 
-    def spend(self) -> None:
-        self.steps_left -= 1
+    def spend(self, steps: int = 1) -> None:
+        before, self.steps_left = self.steps_left, self.steps_left - steps
         if self.steps_left < 0:
             raise BudgetExceeded(f"it took more than {self.limits.max_steps} steps")
-        if self.steps_left % 64 == 0 and time.monotonic() > self.deadline:
+        if before >> 6 != self.steps_left >> 6 and time.monotonic() > self.deadline:
             raise BudgetExceeded(f"it took more than {self.limits.max_seconds} s")
 
-    def check(self, value: Any) -> Any:
-        """Count a step, and bound what it made."""
-        self.spend()
+    def weigh(self, value: Any) -> Any:
+        """Bound the text and the items in a value. What occurs twice counts twice, as it will when it is shown."""
         if isinstance(value, str):
-            if len(value) > self.max_chars:
-                raise BudgetExceeded(f"it made a text of more than {self.max_chars} characters")
-        elif isinstance(value, list | tuple | dict) and len(value) > _MAX_ITEMS:
-            raise BudgetExceeded(f"it made a list of more than {_MAX_ITEMS} items")
+            self.spend()
+            self.check_length(len(value))
+            return value
+        stack, num_items, num_chars = [value], 0, 0
+        while stack:
+            item = stack.pop()
+            num_items += 1
+            if isinstance(item, str):
+                num_chars += len(item)
+            elif isinstance(item, Mapping):
+                stack.extend(item.keys())
+                stack.extend(item.values())
+            elif isinstance(item, list | tuple):
+                stack.extend(item)
+            elif isinstance(item, Namespace):
+                stack.append(object.__getattribute__(item, "_Namespace__attrs"))
+            if num_items + len(stack) > _MAX_ITEMS:
+                raise BudgetExceeded(f"it made a list of more than {_MAX_ITEMS} items")
+            self.check_length(num_chars)
+        self.spend(num_items)
         return value
 
+    def check_length(self, num_chars: int) -> None:
+        if num_chars > self.limits.max_chars:
+            raise BudgetExceeded(f"it made a text of more than {self.limits.max_chars} characters")
 
-def _check_numbers(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-            raise BudgetExceeded(f"it uses a number beyond {_MAX_NUMBER}")
-        if isinstance(value, tuple):
-            _check_numbers(value)
+    def allow(self, estimate: int) -> None:
+        """Let an operation run whose result has about this many characters."""
+        self.spend()
+        self.check_length(estimate)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -94,20 +110,22 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
     def __init__(self) -> None:
+        self.budget = _Budget()
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,  # The optimizer evaluates constant expressions before there is a budget.
+            finalize=self.budget.weigh,
             extensions=[_Generation, LoopControlExtension],
         )
-        self.budget = _Budget()
         for name in _REMOVED_GLOBALS:
             del self.globals[name]
+        for name in _REMOVED_FILTERS:
+            del self.filters[name]
         self.globals["raise_exception"] = _raise_exception
         self.filters["tojson"] = _to_json
-        self.filters = {name: self._guarded(function) for name, function in self.filters.items()}
-        self.filters["_each"] = self._each
-        self.filters["_kept"] = self._kept
+        self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
+        self.filters |= {"_each": self._each, "_kept": self.budget.weigh, "_joined": self._joined}
 
     def load(self, source: str) -> tuple[Template, frozenset[str]]:
         """Compile a template. Returns it, and the names of the variables that it reads.
@@ -116,24 +134,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """
         tree = self.parse(source)
         variables = frozenset(meta.find_undeclared_variables(tree))
-        for loop in tree.find_all(nodes.For):
-            loop.iter = _filtered(loop.iter, "_each")
-        for assignment in tree.find_all(nodes.Assign):
-            assignment.node = _filtered(assignment.node, "_kept")
-        for block in tree.find_all(nodes.AssignBlock):
-            block.filter = nodes.Filter(block.filter, "_kept", [], [], None, None, lineno=block.lineno)
-        tree.set_environment(self)
-        return Template.from_code(self, self.compile(tree), self.make_globals(None)), variables
+        bounded = _Bounding().visit(tree)
+        bounded.set_environment(self)
+        return Template.from_code(self, self.compile(bounded), self.make_globals(None)), variables
 
     def render(self, template: Template, variables: Mapping[str, Any], limits: RenderLimits) -> str:
         """Render within the limits. Raises: TemplateError, or whatever Python raises in the template."""
         self.budget.start(limits)
         parts, length = [], 0
         for part in template.generate(variables):
-            self.budget.spend()
             length += len(part)
-            if length > limits.max_chars:
-                raise BudgetExceeded(f"it made a text of more than {limits.max_chars} characters")
+            self.budget.allow(length)
             parts.append(part)
         return "".join(parts)
 
@@ -142,45 +153,65 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.budget.spend()
             yield item
 
-    def _kept(self, value: Any) -> Any:
-        for part in value if isinstance(value, tuple) else (value,):
-            self.budget.check(part)
-        return value
+    def _joined(self, parts: list[Any]) -> str:
+        self.budget.weigh(parts)
+        return "".join(map(str, parts))
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # Also copies the mark that says which first argument Jinja passes.
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            _check_numbers((*args[1:], *kwargs.values()))
-            return self.budget.check(function(*args, **kwargs))
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        # Jinja's mark on the function says whether something comes before the value; wraps() copies it.
+        offset = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-        return guarded
+        @functools.wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            if name in ("join", "tojson", "string", "list"):
+                self.budget.weigh(args[offset])
+            self._allow(estimate_filter, name, args[offset:], kwargs)
+            return self.budget.weigh(function(*args, **kwargs))
+
+        return bounded
+
+    def _allow(self, estimate: Callable[..., int], *operation: Any) -> None:
+        try:
+            self.budget.allow(estimate(*operation))
+        except TooLarge as error:
+            raise BudgetExceeded(str(error)) from None
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         self = __self
-        _check_numbers((*args, *kwargs.values()))
+        self.budget.weigh([args, kwargs])
         owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str) and getattr(__obj, "__name__", "").startswith("format"):
-            _check_format(owner)
+        if isinstance(owner, str):
+            self._allow(estimate_method, owner, getattr(__obj, "__name__", ""), args, kwargs)
         if isinstance(__obj, LoopContext) and args:
             args = (self._each(args[0]), *args[1:])
-        return self.budget.check(super().call(__context, __obj, *args, **kwargs))
+        return self.budget.weigh(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise BudgetExceeded("it uses the operator **")
-        if operator == "*":
-            _check_numbers((left, right))
-            for times, items in ((left, right), (right, left)):
-                if isinstance(times, int) and isinstance(items, str | list | tuple):
-                    self._check_repeated(times, items)
-        if operator == "%" and isinstance(left, str):
-            _check_format(left)
-            _check_numbers((right,))
-        return self.budget.check(super().call_binop(context, operator, left, right))
+        self._allow(estimate_binop, operator, left, right)
+        return self.budget.weigh(super().call_binop(context, operator, left, right))
 
-    def _check_repeated(self, times: int, items: str | list[Any] | tuple[Any, ...]) -> None:
-        if times * len(items) > (self.budget.max_chars if isinstance(items, str) else _MAX_ITEMS):
-            raise BudgetExceeded("it repeats a text or list too often")
+
+class _Bounding(NodeTransformer):
+    """Puts the counting filters into a template: around what is looped over, what is kept, and what is joined."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_each")
+        return node
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:
+        self.generic_visit(node)
+        node.node = _filtered(node.node, "_kept")
+        return node
+
+    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.filter = nodes.Filter(node.filter, "_kept", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
 
 
 class _Generation(Extension):
@@ -196,11 +227,6 @@ class _Generation(Extension):
 def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     assert isinstance(node, nodes.Expr)  # Jinja declares the place of an expression as any node.
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-def _check_format(text: str) -> None:
-    if _LARGE_WIDTH.search(text):
-        raise BudgetExceeded("it formats with a width of more than five digits")
 
 
 def _raise_exception(message: object) -> None:

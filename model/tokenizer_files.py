@@ -39,7 +39,6 @@ def vocabulary_from_directory(directory: ModelDirectory) -> Vocabulary:
     table = (byte_level_table if kind == "ByteLevel" else sentencepiece_table)(tokens, literal_ids)
     config = directory.read_json(CONFIG) if directory.has(CONFIG) else {}
     bos_id = _named_token(directory, backend, config, "bos_token")
-    unk_text = source["model"].get("unk_token")
     return Vocabulary(
         path=path,
         backend=backend,
@@ -49,7 +48,7 @@ def vocabulary_from_directory(directory: ModelDirectory) -> Vocabulary:
         bos_id=bos_id,
         eos_id=_named_token(directory, backend, config, "eos_token"),
         eos_ids=_eos_ids(directory, backend, config, len(table)),
-        unk_id=backend.token_to_id(unk_text) if isinstance(unk_text, str) else source["model"].get("unk_id"),
+        unk_id=_unk_id(directory, backend, source["model"], len(table)),
         add_bos=_adds_bos(backend, config, bos_id),
         # What stands before a text that begins with a letter, and is not in the text.
         adds_leading_space=kind != "ByteLevel" and _begins_with_space(backend, table),
@@ -79,7 +78,7 @@ def _serving_form(directory: ModelDirectory, source: dict[str, Any]) -> dict[str
     def malformed(what: str) -> NoReturn:
         refuse(path, f"{what} is missing or of the wrong type")
 
-    model, added = source.get("model"), source.get("added_tokens") or []
+    model, added = source.get("model"), source.get("added_tokens", [])
     if not isinstance(model, dict):
         malformed("'model'")
     if model.get("type", "BPE") not in _MODEL_TYPES:
@@ -122,6 +121,18 @@ def _named_token(directory: ModelDirectory, backend: Tokenizer, config: dict[str
     index = backend.token_to_id(text) if isinstance(text, str) else None
     if index is None:
         refuse(directory.path / CONFIG, f"{name} is {text!r:.60}, which is no token of {TOKENIZER}")
+    return index
+
+
+def _unk_id(directory: ModelDirectory, backend: Tokenizer, model: dict[str, Any], num_ids: int) -> int | None:
+    """The library finds out only when it meets an unknown character."""
+    text, index = model.get("unk_token"), model.get("unk_id")
+    if text is not None:
+        index = backend.token_to_id(text) if isinstance(text, str) else None
+        if index is None:
+            refuse(directory.path / TOKENIZER, f"unk_token is {text!r:.60}, which is no token")
+    if index is not None and (type(index) is not int or not 0 <= index < num_ids):
+        refuse(directory.path / TOKENIZER, f"unk_id is {index!r:.60}; ids are 0 to {num_ids - 1}")
     return index
 
 
