@@ -112,53 +112,27 @@ def identity_of(scope: Scope) -> Identity | None:
     return identity
 
 
-class SecurityLayer:
-    """Wraps an application. Adds ``identity`` and ``tenant`` to scope["state"]."""
+class Doorkeeper:
+    """The checks of one policy, for the layer and for keys that come in a hello."""
 
-    def __init__(self, app: ASGIApp, policy: SecurityPolicy, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app = app
-        self._policy = policy
+    def __init__(self, policy: SecurityPolicy, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = policy.keys
         self._clock = clock
+        self._failures = FailureLimit()
         self._hosts = {host.lower().strip("[]") for host in (*LOOPBACK_NAMES, policy.bind_host, *policy.allow_hosts)}
         self._origins = {_origin(origin) or origin for origin in policy.allow_origins}
         self._takes_any_address = policy.bind_host not in LOOPBACK_NAMES
-        self.failures = FailureLimit()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        cors: dict[bytes, bytes] = {}
-        try:
-            headers = _Headers.of(scope)
-            host = self._check_host(headers)
-            origin = self._check_origin(headers, host)
-            if origin is not None:
-                cors = self._cors(origin)
-            if origin is not None and _is_preflight(scope):
-                await _preflight(scope, send, cors)
-                return
-            identity = self._authenticate(scope, headers)
-        except ApiError as error:
-            await refuse(scope, send, error, cors)
-            return
-        scope.setdefault("state", {})
-        scope["state"]["identity"] = identity
-        scope["state"]["tenant"] = identity.tenant if identity is not None else ""
-        await self._app(scope, receive, _with_headers(send, cors) if cors and scope["type"] == "http" else send)
-
-    def identify(self, key: str, peer: str) -> Identity | None:
-        """Whose key it is; counts a wrong one against the peer. For keys that come in a hello."""
-        identity = self._policy.keys.identify(key) if self._policy.keys is not None else ANONYMOUS
-        if identity is None:
-            self.failures.fail(peer, self._clock())
-        return identity
+    def identify(self, key: str | bytes, peer: str) -> Identity | None:
+        """Whose key it is; None for a wrong one, which is counted against the peer."""
+        return self._judge(key, peer)[0]
 
     def is_current(self, identity: Identity) -> bool:
-        return self._policy.keys is None or self._policy.keys.is_current(identity)
+        """Whether the identity's key is still accepted."""
+        return self._keys is None or self._keys.is_current(identity)
 
-    def _check_host(self, headers: _Headers) -> str:
-        """The Host header, when it names this server."""
+    def check_host(self, headers: _Headers) -> str:
+        """The Host header, when it names this server. Raises ApiError."""
         text = headers.one(b"host")
         host = _host(text) if text else None
         if text is None or host is None:
@@ -171,7 +145,7 @@ class SecurityLayer:
             )
         return text
 
-    def _check_origin(self, headers: _Headers, host: str) -> str | None:
+    def check_origin(self, headers: _Headers, host: str) -> str | None:
         """The Origin of another site that is allowed; None for no Origin (not a browser) and for our own."""
         text = headers.one(b"origin")
         if text is None:
@@ -186,7 +160,8 @@ class SecurityLayer:
             "Pages of this Origin may not use this server; start it with --allow-origin ORIGIN to let them.",
         )
 
-    def _cors(self, origin: str) -> dict[bytes, bytes]:
+    def cors(self, origin: str) -> dict[bytes, bytes]:
+        """Response headers for an allowed Origin."""
         if "*" in self._origins:
             return {b"access-control-allow-origin": b"*", b"access-control-expose-headers": _EXPOSED}
         return {
@@ -195,25 +170,62 @@ class SecurityLayer:
             b"vary": b"Origin",
         }
 
-    def _authenticate(self, scope: Scope, headers: _Headers) -> Identity | None:
-        if self._policy.keys is None:
+    def authenticate(self, scope: Scope, headers: _Headers) -> Identity | None:
+        """Who it is; None for a WebSocket that will say hello. Raises ApiError."""
+        if self._keys is None:
             return ANONYMOUS
         key = _key(headers)
         if key is None:
-            is_open = scope["type"] == "http" and scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")
-            if is_open:
+            is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+            if is_read and scope["path"] in OPEN_PATHS:
                 return ANONYMOUS
             if scope["type"] == "websocket" and scope["path"] in HELLO_PATHS:
                 return None
             raise ApiError(ErrorCode.INVALID_API_KEY, "An API key is required; send Authorization: Bearer KEY.")
-        identity = self._policy.keys.identify(key)
-        if identity is None:
-            if self.failures.fail(peer_of(scope), self._clock()):
-                raise ApiError(
-                    ErrorCode.RATE_LIMITED, "Too many wrong API keys from this address.", retry_after_ms=3000
-                )
-            raise ApiError(ErrorCode.INVALID_API_KEY, "The API key is wrong.")
-        return identity
+        identity, is_over_limit = self._judge(key, peer_of(scope))
+        if identity is not None:
+            return identity
+        if is_over_limit:
+            raise ApiError(ErrorCode.RATE_LIMITED, "Too many wrong API keys from this address.", retry_after_ms=3000)
+        raise ApiError(ErrorCode.INVALID_API_KEY, "The API key is wrong.")
+
+    def _judge(self, key: str | bytes, peer: str) -> tuple[Identity | None, bool]:
+        """The identity, or None and whether the peer has failed too often."""
+        if self._keys is None:
+            return ANONYMOUS, False
+        identity = self._keys.identify(key)
+        return identity, identity is None and self._failures.fail(peer, self._clock())
+
+
+class SecurityLayer:
+    """Wraps an application. Adds ``identity`` and ``tenant`` to scope["state"]."""
+
+    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper) -> None:
+        self._app = app
+        self._doorkeeper = doorkeeper
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        door = self._doorkeeper
+        cors: dict[bytes, bytes] = {}
+        try:
+            headers = _Headers.of(scope)
+            origin = door.check_origin(headers, door.check_host(headers))
+            if origin is not None:
+                cors = door.cors(origin)
+                if _is_preflight(scope):
+                    await _preflight(scope, send, cors)
+                    return
+            identity = door.authenticate(scope, headers)
+        except ApiError as error:
+            await refuse(scope, send, error, cors)
+            return
+        scope.setdefault("state", {})
+        scope["state"]["identity"] = identity
+        scope["state"]["tenant"] = identity.tenant if identity is not None else ""
+        await self._app(scope, receive, _with_headers(send, cors) if cors and scope["type"] == "http" else send)
 
 
 def peer_of(scope: Scope) -> str:
