@@ -179,9 +179,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         self = __self
         self.budget.weigh([args, kwargs])
-        owner = getattr(__obj, "__self__", None)
+        method = getattr(__obj, "__wrapped__", __obj)  # The sandbox wraps str.format.
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            self._allow(estimate_method, owner, getattr(__obj, "__name__", ""), args, kwargs)
+            self._allow(estimate_method, owner, getattr(method, "__name__", ""), args, kwargs)
         if isinstance(__obj, LoopContext) and args:
             args = (self._each(args[0]), *args[1:])
         return self.budget.weigh(super().call(__context, __obj, *args, **kwargs))

@@ -226,71 +226,15 @@ def test_bos_comes_from_the_template_alone(tokenizer: Tokenizer) -> None:
 
 # O15
 
-BOMBS = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
-    "{% for a in range(10**9) %}{% endfor %}",
-    "{{ range(999999999)|list|length }}",
-    "{% set ns = namespace(s='x') %}{% for a in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}",
-    "{% set ns = namespace(s='x') %}{% for a in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s=[1]) %}{% for a in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s='x') %}{% for a in range(99) %}{% set ns.s = [ns.s, ns.s]|join %}{% endfor %}",
-    "{% set ns = namespace(s='x') %}{% for a in range(99) %}{% set t %}{{ ns.s }}{{ ns.s }}{% endset %}"
-    "{% set ns.s = t %}{% endfor %}",
-    "{% macro f(s) %}{{ f(s ~ s) }}{% endmacro %}{{ f('x') }}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for a in [0] recursive %}{{ loop(range(9)) }}{% endfor %}",
-    "{% set ns = namespace(l=[]) %}{% for a in range(99) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
-    "{% set s = 'x' * 90000 %}{{ [s, s] }}",
-    "{% set s = 'x' * 90000 %}{{ [s, s]|tojson }}",
-    "{% set s = 'x' * 90000 %}{{ s.replace('x', s) }}",
-    "{% set s = 'x' * 90000 %}{{ s|replace('x', s) }}",
-    "{% set s = 'x' * 90000 %}{{ s.join(s) }}",
-    "{% set s = 'x' * 90000 %}{{ s|join(s) }}",
-    "{% set s = 'x' * 90000 %}{{ range(9999)|join(s) }}",
-    "{% set s = '\n' * 90000 %}{{ s|indent(60) }}",
-    "{{ '\t'.expandtabs(999999999999) }}",
-    "{{ '%*d' % (999999999, 1) }}",
-    "{% set ns = namespace() %}{% set ns.me = ns %}{{ [ns] }}",
-    "{{ 'x' * 999999999999 }}", "{{ 999999999999 * 'x' }}", "{{ ['x'] * 99999999 }}", "{{ 10 ** 10 ** 10 }}",
-    "{{ 'x'|center(999999999999) }}", "{{ 'x'.ljust(999999999999) }}", "{{ 'x\n'|indent(99999999999) }}",
-    "{{ '%999999999999d' % 1 }}", "{{ '{:999999999999}'.format(1) }}", "{{ '%999999999999d'|format(1) }}",
-    "{{ lipsum(n=99999) }}", "{{ [1, 2]|tojson(indent=99999999) }}",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", BOMBS)
-def test_a_template_cannot_work_without_end(tokenizer: Tokenizer, source: str) -> None:
-    template = from_source(source, max_steps=20_000, max_chars=100_000)
-    with pytest.raises(ChatTemplateError):
-        template.render_ids(tokenizer, [user("hi")])
-
-
-def test_time_is_limited_too(tokenizer: Tokenizer) -> None:
-    template = from_source(BOMBS[1], max_steps=10**12, max_seconds=0.05)
-    with pytest.raises(ChatTemplateError, match=r"more than 0\.05 s"):
-        template.render_ids(tokenizer, [user("hi")])
+BOMB = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ cycler.next() }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}{{ os }}",
-        "{{ raise_exception('no such role') }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ messages.nothing.at.all }}",
-        "{{ 1 / 0 }}",
-    ],
+    "source", [BOMB, "{{ messages.append(1) }}", "{{ messages[0].content + 1 }}", "{{ nothing.at.all }}"]
 )
-def test_what_a_template_may_not_do_or_fails_at_is_a_typed_error(tokenizer: Tokenizer, source: str) -> None:
-    with pytest.raises(ChatTemplateError):
-        from_source(source).render_ids(tokenizer, [user("hi")])
+def test_whatever_goes_wrong_in_a_template_is_a_typed_error(tokenizer: Tokenizer, source: str) -> None:
+    with pytest.raises(ChatTemplateError, match="chat template"):
+        from_source(source, max_steps=3000).render_ids(tokenizer, [user("hi")])
 
 
 def test_the_reason_of_raise_exception_is_shown(tokenizer: Tokenizer) -> None:
@@ -327,7 +271,7 @@ def test_a_chat_of_five_thousand_messages(template: ChatTemplate, tokenizer: Tok
 
 
 def test_threads_share_a_template(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    bomb = from_source(BOMBS[1], max_steps=3000)
+    bomb = from_source(BOMB, max_steps=3000)
 
     def work(number: int) -> list[int]:
         with pytest.raises(ChatTemplateError):
@@ -338,35 +282,6 @@ def test_threads_share_a_template(template: ChatTemplate, tokenizer: Tokenizer) 
         results = list(pool.map(work, range(200)))
     assert all(ids == HI for ids in results[::2])
     assert results[1] != HI
-
-
-# The dialect
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ '<é>'|tojson }}", '"<é>"'),
-        ("{{ {'a': [1]}|tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
-        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}", "13"),
-        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
-        ("{% for x in [1, 2] %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}", "1/2False 2/2True "),
-        ("{% for x in [] %}x{% else %}none{% endfor %}", "none"),
-        ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", "a1"),
-        ("{% for x in undefined_name %}x{% endfor %}", ""),
-        ("a{% generation %}{{ messages[0].content }}{% endgeneration %}c", "ahic"),
-        ("{{ strftime_now('%d %b %Y') }}", "29 Feb 2024"),
-        ("{% set ns = namespace(n=0) %}{% for x in 'abc' %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "3"),
-        ("{% set a, b = 1, 2 %}{{ a }}{{ b }}{% set t | upper %}x{% endset %}{{ t }}", "12X"),
-        ("{%- macro m(x) -%}[{{ x }}]{%- endmacro -%}{{ m(1) }}", "[1]"),
-        ("  {% if true %}\n  x\n  {% endif %}\n", "  x\n"),
-        ("{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|join(',') }}", "hi"),
-        ("{{ 'a b'.split(' ')[-1].strip().upper() }}", "B"),
-        ("{{ '%s-%d' % ('a', 3) }}", "a-3"),
-    ],
-)
-def test_the_dialect_is_that_of_transformers(tokenizer: Tokenizer, source: str, text: str) -> None:
-    assert shown(from_source(source), tokenizer, [user("hi")]) == text
 
 
 # Files
