@@ -52,9 +52,8 @@ def _replaced(text: str, args: Sequence[Any]) -> int:
 
 
 def _joined(separator: str, items: Any) -> int:
-    if not isinstance(items, list | tuple):
-        # Of what is not counted yet, only the separator can grow.
-        return len(separator) * MAX_NUMBER if len(separator) > 16 else 0
+    if not isinstance(items, str | list | tuple):
+        raise TooLarge("it joins what has no length; join a list")
     return len(separator) * len(items) + _length(items)
 
 

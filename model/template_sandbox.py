@@ -163,7 +163,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            if name in ("join", "tojson", "string", "list"):
+            if name == "join" and not isinstance(args[offset], str):
+                args = (*args[:offset], list(self._each(args[offset])), *args[offset + 1 :])
+            if name in ("join", "tojson", "string"):
                 self.budget.weigh(args[offset])
             self._allow(estimate_filter, name, args[offset:], kwargs)
             return self.budget.weigh(function(*args, **kwargs))
