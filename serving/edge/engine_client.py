@@ -187,6 +187,18 @@ class EngineClient:
             self._cancelled.add(request_id)
             self._connection.send(Cancel(request_id, reason))
 
+    def cancel_all(self, reason: CancelReason) -> int:
+        """Cancel whatever is in flight; how many requests had not been cancelled before."""
+        running = [request_id for request_id in self._sinks if request_id not in self._cancelled]
+        for request_id in running:
+            self.cancel(request_id, reason)
+        return len(running)
+
+    async def wait_idle(self) -> None:
+        """Until no request is in flight."""
+        if self._sinks:
+            await self._empty.wait()
+
     # Life
 
     async def start(self) -> None:

@@ -1,0 +1,194 @@
+"""``headrace serve``: builds the edge around one engine process and runs both until a signal or the engine's end.
+
+This process never imports JAX. What can be wrong in a configuration is found before the engine starts: the port is
+bound, keys and certificates are read, and the memory arithmetic is printed first.
+"""
+
+import asyncio
+import logging
+import signal
+import ssl
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import click
+from rich.console import Console
+from starlette.types import ASGIApp
+
+from headrace.model.chat_template import ChatTemplate, load_chat_template
+from headrace.model.config import ModelConfig
+from headrace.model.config_files import read_config
+from headrace.model.tokenizer import Tokenizer, load_tokenizer
+from headrace.serving.app.build import engine_launch, resolve
+from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
+from headrace.serving.app.options import ServeOptions
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.request import CancelReason
+from headrace.serving.edge.app import build_app
+from headrace.serving.edge.engine_client import EngineClient, EngineStartError
+from headrace.serving.edge.keys import KeyRing
+from headrace.serving.edge.page import page_route
+from headrace.serving.edge.security import Doorkeeper, SecurityLayer, SecurityPolicy
+from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, bind, run, serve, url_of
+from headrace.serving.edge.service import Service, ServiceConfig
+from headrace.serving.edge.session import SessionConfig
+from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.engine.messages import Starting
+
+log = logging.getLogger("headrace.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """Between text and token ids. template: None for a model without one, which has no chat."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+class RunningRequests:
+    """All requests in the engine, whichever door they came by, as a ``Drainable`` of serving/edge/server.py."""
+
+    def __init__(self, service: Service, engine: EngineClient) -> None:
+        self._service = service
+        self._engine = engine
+
+    def begin_drain(self, limit_s: float) -> None:
+        self._service.drain()
+
+    async def wait_idle(self) -> None:
+        await self._engine.wait_idle()
+
+    def abort(self) -> int:
+        return self._engine.cancel_all(CancelReason.SHUTDOWN)
+
+
+def run_server(options: ServeOptions, console: Console) -> int:
+    """Serve until told to stop; the exit code. Raises ConfigError and ModelFileError before anything is started."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    model = read_config(options.model_path)
+    print_configuration(console, options, model, resolve(options.engine, model))
+    policy = SecurityPolicy(
+        bind_host=options.host,
+        allow_hosts=options.allow_hosts,
+        allow_origins=options.allow_origins,
+        keys=None if options.api_keys is None else KeyRing(options.api_keys),
+    )
+    _check_certificate(options)
+    return run(_run(options, model, policy, console))
+
+
+async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy, console: Console) -> ExitCode:
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        drain_s=options.drain_s,
+    )
+    engine = EngineClient(engine_launch(options.engine), restart=options.restart_engine)
+    with bind(config) as listener:
+        try:
+            tools = await _start(engine, options, model, console)
+            if tools is None:
+                return ExitCode.CLEAN
+            service = _service(options, model, engine, tools)
+            app, streams = _application(service, policy)
+            control = ServerControl()
+            watchers = (
+                asyncio.create_task(_announce(control, options.model_name, url_of(config, listener))),
+                asyncio.create_task(_stop_with(engine, control)),
+            )
+            drains = (streams, RunningRequests(service, engine))
+            try:
+                return await serve(app, config, drains, listener=listener, control=control)
+            finally:
+                for watcher in watchers:
+                    watcher.cancel()
+                service.close()
+        except EngineStartError as error:
+            log.error("the engine did not start: %s", error)
+            return ExitCode.START_FAILED
+        finally:
+            await engine.stop()
+
+
+async def _start(engine: EngineClient, options: ServeOptions, model: ModelConfig, console: Console) -> TextTools | None:
+    """Start the engine and load the tokenizer meanwhile. None when a signal came first. Raises EngineStartError."""
+    loop = asyncio.get_running_loop()
+    signalled = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled.set)
+    with ProgressDisplay(console) as display:
+        engine.on_progress(lambda sign: _show(display, sign))
+        await engine.start()
+        starting = asyncio.gather(asyncio.to_thread(_text_tools, options, model), engine.wait_ready())
+        stopped = asyncio.create_task(signalled.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+    if not starting.done():
+        starting.cancel()
+        return None
+    tools, _ = await starting
+    if engine.ready_info is not None:
+        print_ledger(console, engine.ready_info)
+    return tools
+
+
+def _show(display: ProgressDisplay, sign: Starting) -> None:
+    display.update(sign.what, sign.done, sign.total)
+
+
+def _text_tools(options: ServeOptions, model: ModelConfig) -> TextTools:
+    tokenizer = load_tokenizer(options.model_path, model_vocab_size=model.vocab_size)
+    return TextTools(tokenizer, load_chat_template(options.model_path))
+
+
+def _service(options: ServeOptions, model: ModelConfig, engine: EngineClient, tools: TextTools) -> Service:
+    config = ServiceConfig(
+        model_names=(options.model_name,),
+        vocab_size=model.vocab_size,
+        eos_ids=tuple(sorted({*model.eos_ids, *tools.tokenizer.eos_ids})),
+        version=version("headrace"),
+        max_queued_requests=options.engine.max_queued_requests,
+        max_queued_prompt_tokens=options.engine.max_queued_prompt_tokens,
+        allow_unknown_fields=options.allow_unknown_fields,
+    )
+    return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template)
+
+
+def _application(service: Service, policy: SecurityPolicy) -> tuple[ASGIApp, StreamEndpoint]:
+    """One doorkeeper looks at every request, and at the key of a hello."""
+    door = Doorkeeper(policy)
+    session = SessionConfig(server=f"headrace/{version('headrace')}")
+    streams = StreamEndpoint(service, door, StreamConfig(session=session), metrics=service.metrics)
+    app = build_app(
+        service,
+        security=lambda inner: SecurityLayer(inner, door),
+        stream_endpoint=streams,
+        extra_routes=(page_route(),),
+    )
+    return app, streams
+
+
+async def _announce(control: ServerControl, name: str, url: str) -> None:
+    """The one line on standard output."""
+    await control.listening.wait()
+    click.echo(f"Headrace serves {name} at {url}")
+
+
+async def _stop_with(engine: EngineClient, control: ServerControl) -> None:
+    """End the server when the engine is dead for good."""
+    await engine.wait_failed()
+    control.stop(ExitCode.ENGINE_DIED)
+
+
+def _check_certificate(options: ServeOptions) -> None:
+    if options.tls_cert is None or options.tls_key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_cert, options.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key} do not work: {error}"
+        ) from None
