@@ -1,0 +1,99 @@
+"""The served decoder: pure functions from weights, inputs and pages to hidden states and logits.
+
+One layer function serves unrolled and scanned layers. A tuple of layers is unrolled; layers stacked into one
+``LayerWeights`` (``stack_layers``) are scanned. The pool of pages is carried from layer to layer whole, each layer
+using its own range of rows, so that a donated pool is updated in place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from headrace.model.attention import attention, project
+from headrace.model.config import ModelConfig
+from headrace.model.norm import rms_norm
+from headrace.model.rope import Rotation, rotation
+from headrace.model.weights import LayerWeights, Weights
+from headrace.pallas_kernels.types import AttnMeta, Implementation
+
+Array = jax.Array
+
+
+@struct.dataclass
+class StepInputs:
+    """The flat tokens of one step. token_T: i32 ids. position_T: i32, index of each token in its sequence."""
+
+    token_T: Array
+    position_T: Array
+    meta: AttnMeta
+
+
+def pool_shape(cfg: ModelConfig, num_pages: int, page_tokens: int) -> tuple[int, int, int, int]:
+    """[L * P, K, W, 2H]; page p of layer l is row l * P + p, and page 0 of each layer is the null page."""
+    return cfg.num_layers * num_pages, cfg.num_kv_heads, page_tokens, 2 * cfg.head_dim
+
+
+def forward(
+    weights: Weights[Array],
+    inputs: StepInputs,
+    pool_RKWC: Array,
+    cfg: ModelConfig,
+    *,
+    implementation: Implementation = Implementation.REFERENCE,
+) -> tuple[Array, Array]:
+    """Run all layers over the step's tokens.
+
+    Args:
+      weights: arrays, layers unrolled or stacked. inputs: every id and index in range (nothing is checked here).
+      pool_RKWC: see pool_shape; donate it. implementation: of the kernels.
+    Returns: (float32 hidden states [T, D] after the final norm, pool).
+    """
+    turn = rotation(inputs.position_T, cfg.head_dim, cfg.rope_theta)
+    pages = pool_RKWC.shape[0] // cfg.num_layers
+    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, implementation=implementation)
+    x_TD = weights.embed_VD.at[inputs.token_T].get(mode="promise_in_bounds").astype(jnp.float32)
+    first_row_L = jnp.arange(cfg.num_layers, dtype=jnp.int32) * pages
+    if isinstance(weights.layers, LayerWeights):
+        (x_TD, pool_RKWC), _ = lax.scan(
+            lambda carry, xs: (layer(*carry, *xs), None), (x_TD, pool_RKWC), (weights.layers, first_row_L)
+        )
+    else:
+        for index, w in enumerate(weights.layers):
+            x_TD, pool_RKWC = layer(x_TD, pool_RKWC, w, first_row_L[index])
+    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool_RKWC
+
+
+def logits(weights: Weights[Array], hidden_TD: Array) -> Array:
+    """float32 [T, V]; a tied head reads the embedding."""
+    if weights.head_DV is None:
+        return project("TD,VD->TV", hidden_TD, weights.embed_VD)
+    return project("TD,DV->TV", hidden_TD, weights.head_DV)
+
+
+def stack_layers(weights: Weights[Array]) -> Weights[Array]:
+    """The same weights with layers stacked on a new first axis, for scanning."""
+    return weights.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights.layers))
+
+
+def _layer(
+    x_TD: Array,
+    pool_RKWC: Array,
+    w: LayerWeights[Array],
+    first_row: Array,
+    *,
+    cfg: ModelConfig,
+    turn: Rotation,
+    meta: AttnMeta,
+    implementation: Implementation,
+) -> tuple[Array, Array]:
+    attended_TD, pool_RKWC = attention(
+        w, cfg, rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps), pool_RKWC, first_row, turn, meta, implementation
+    )
+    x_TD = x_TD + attended_TD
+    m_TD = rms_norm(x_TD, w.ffn_norm_D, cfg.rms_norm_eps)
+    gate_TF = project("TD,DF->TF", m_TD, w.gate_DF)
+    up_TF = project("TD,DF->TF", m_TD, w.up_DF)
+    return x_TD + project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD), pool_RKWC

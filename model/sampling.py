@@ -1,0 +1,278 @@
+"""Sampling policy ``headrace-sampling/1``, on the device.
+
+Order: raw logits → logprobs are taken → stop ids held off (min_tokens) → logit_bias and allowed ids → repetition
+penalty over prompt and output → presence and frequency over output → temperature → top_k → top_p → min_p → draw.
+
+Everything that differs per request is an array leaf, so one program serves every mix; ``lax.cond`` on what the rows
+ask for skips work that none of them wants. What a row gives does not depend on the others.
+
+Choices that belong to the policy's version:
+* Cuts are thresholds on values: candidates that tie with the last one kept are kept too. top_p cuts what top_k left,
+  renormalized; min_p is relative to the best candidate.
+* The draw inverts the cumulative distribution at one uniform number from ``fold_in(key(seed), position)``,
+  threefry2x32, position being the index that the new token gets in its sequence. (One number per row: the Gumbel
+  method needs one per row and id.) Ids are taken in the order of (id modulo lanes, id), lanes = gcd(V, 128).
+* Temperatures up to GREEDY_TEMPERATURE are greedy, and so is top_k = 1; ties go to the lower id.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from headrace.serving.core.request import MAX_LOGPROBS
+
+Array = jax.Array
+
+POLICY = "headrace-sampling/1"
+GREEDY_TEMPERATURE = 1e-3
+"""Dividing by less turns a gap of 0.1 between two logits into a probability below 1e-43: greedy in all but name."""
+_LANES = 128
+
+
+@struct.dataclass
+class SamplingState:
+    """What sampling knows of each slot; row num_slots is the null slot, where padding rows read and write.
+
+    last_token_B: i32, the id sampled last. temperature_B: f32, 0 is greedy. top_k_B: i32, 0 is off. top_p_B, min_p_B,
+    repetition_B, presence_B, frequency_B: f32, neutral where unused. seed_B2: u32, high and low half of the seed.
+    wants_logprobs_B, is_masked_B: bool; is_masked_B says that the row of bias_BV counts.
+    stop_id_BS: i32 ids that min_tokens holds off; V where unused.
+    bias_BV: f32, added to the logits; -inf forbids an id. in_prompt_BV: bool. output_count_BV: i32, times that the
+    slot sampled each id. Rows of V are stale where the slot's parameters are neutral.
+    """
+
+    last_token_B: Array
+    temperature_B: Array
+    top_k_B: Array
+    top_p_B: Array
+    min_p_B: Array
+    repetition_B: Array
+    presence_B: Array
+    frequency_B: Array
+    seed_B2: Array
+    wants_logprobs_B: Array
+    is_masked_B: Array
+    stop_id_BS: Array
+    bias_BV: Array
+    in_prompt_BV: Array
+    output_count_BV: Array
+
+
+@struct.dataclass
+class Sampled:
+    """One row per sampled position; A = num_alternatives(V). Logprob fields are 0 where no row of the step wants them.
+
+    token_R: i32. is_finite_R: bool; False where a raw logit is NaN or infinite, or no id is left to choose from.
+    rank_R: i32, 1 is the most likely. top_id_RA, top_logprob_RA: sorted downwards, ties by lower id.
+    """
+
+    token_R: Array
+    is_finite_R: Array
+    logprob_R: Array
+    rank_R: Array
+    top_id_RA: Array
+    top_logprob_RA: Array
+
+
+def num_alternatives(vocab_size: int) -> int:
+    """Width of the top-k output."""
+    return min(MAX_LOGPROBS, vocab_size)
+
+
+def sample(
+    logits_RV: Array, state: SamplingState, slot_R: Array, position_R: Array, holds_stops_R: Array
+) -> tuple[Sampled, SamplingState]:
+    """Choose one id per row and record it in the rows' slots.
+
+    Args:
+      logits_RV: float32, of the model. state: donate it.
+      slot_R: i32 in [0, num_slots]; each real slot at most once.
+      position_R: i32, the index that the new token gets. holds_stops_R: bool, min_tokens is not reached.
+    """
+    top_R, low_R = logits_RV.max(axis=-1), logits_RV.min(axis=-1)
+    is_finite_R = jnp.isfinite(top_R) & jnp.isfinite(low_R)
+    has_penalty_R = (
+        (state.repetition_B[slot_R] != 1) | (state.presence_B[slot_R] != 0) | (state.frequency_B[slot_R] != 0)
+    )
+    has_mask_R = state.is_masked_B[slot_R] | holds_stops_R
+    draws_R = state.temperature_B[slot_R] > 0
+
+    def choose() -> tuple[Array, Array]:
+        edited_RV = lax.cond(has_mask_R.any(), lambda x: _mask(x, state, slot_R, holds_stops_R), lambda x: x, logits_RV)
+        edited_RV = lax.cond(has_penalty_R.any(), lambda x: _penalize(x, state, slot_R), lambda x: x, edited_RV)
+        best_R = edited_RV.max(axis=-1)
+        greedy_R = _first_equal(edited_RV, best_R)
+        token_R = lax.cond(
+            draws_R.any(),
+            lambda: jnp.where(draws_R, _draw(edited_RV, best_R, state, slot_R, position_R), greedy_R),
+            lambda: greedy_R,
+        )
+        return token_R, best_R > -jnp.inf
+
+    token_R, has_choice_R = lax.cond(
+        (has_mask_R | has_penalty_R | draws_R).any(),
+        choose,
+        lambda: (_first_equal(logits_RV, top_R), jnp.ones_like(is_finite_R)),
+    )
+    rows, alternatives = logits_RV.shape[0], num_alternatives(logits_RV.shape[1])
+    no_logprobs = (
+        jnp.zeros(rows),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros((rows, alternatives), jnp.int32),
+        jnp.zeros((rows, alternatives)),
+    )
+    logprobs = lax.cond(
+        state.wants_logprobs_B[slot_R].any(), lambda: _logprobs(logits_RV, top_R, token_R), lambda: no_logprobs
+    )
+    state = state.replace(
+        last_token_B=state.last_token_B.at[slot_R].set(token_R, mode="promise_in_bounds"),
+        output_count_BV=state.output_count_BV.at[slot_R, token_R].add(1, mode="promise_in_bounds"),
+    )
+    return Sampled(token_R, is_finite_R & has_choice_R, *logprobs), state
+
+
+def _first_equal(x_RV: Array, value_R: Array) -> Array:
+    """Lowest id whose value equals value_R; a valid id also where none does (NaN). Two plain reductions vectorize on
+    CPU, where an argmax is a scalar loop."""
+    ids = jnp.arange(x_RV.shape[1], dtype=jnp.int32)
+    found_R = jnp.where(x_RV == value_R[:, None], ids, x_RV.shape[1]).min(axis=-1)
+    return jnp.minimum(found_R, x_RV.shape[1] - 1)
+
+
+def _mask(x_RV: Array, state: SamplingState, slot_R: Array, holds_stops_R: Array) -> Array:
+    vocab = x_RV.shape[1]
+    held_RS = jnp.where(holds_stops_R[:, None], state.stop_id_BS[slot_R], vocab)
+    rows = jnp.arange(x_RV.shape[0])[:, None]
+    x_RV = x_RV.at[rows, held_RS].set(-jnp.inf, mode="drop")
+    return x_RV + jnp.where(state.is_masked_B[slot_R, None], state.bias_BV[slot_R], 0)
+
+
+def _penalize(x_RV: Array, state: SamplingState, slot_R: Array) -> Array:
+    count_RV = state.output_count_BV[slot_R]
+    repetition_R1 = state.repetition_B[slot_R, None]
+    scaled_RV = jnp.where(x_RV > 0, x_RV / repetition_R1, x_RV * repetition_R1)
+    x_RV = jnp.where((count_RV > 0) | state.in_prompt_BV[slot_R], scaled_RV, x_RV)
+    x_RV -= state.frequency_B[slot_R, None] * count_RV
+    return x_RV - jnp.where(count_RV > 0, state.presence_B[slot_R, None], 0)
+
+
+def _draw(x_RV: Array, best_R: Array, state: SamplingState, slot_R: Array, position_R: Array) -> Array:
+    temperature_R = state.temperature_B[slot_R]
+    scale_R = jnp.where(temperature_R > 0, temperature_R, 1)
+    # Relative to the best, so the best is exactly 0 and nothing overflows upwards.
+    z_RV = (x_RV - best_R[:, None]) / scale_R[:, None]
+    weight_RV = jnp.exp(z_RV)
+    top_k_R, top_p_R = state.top_k_B[slot_R], state.top_p_B[slot_R]
+    cut_R = jnp.log(state.min_p_B[slot_R])
+    cut_k_R = lax.cond((top_k_R > 0).any(), lambda: _top_k_cut(z_RV, top_k_R), lambda: jnp.full_like(cut_R, -jnp.inf))
+    cut_p_R = lax.cond((top_p_R < 1).any(), lambda: _top_p_cut(z_RV, weight_RV, cut_k_R, top_p_R), lambda: cut_k_R)
+    cut_R = jnp.maximum(cut_R, jnp.maximum(cut_k_R, cut_p_R))
+    uniform_R = jax.vmap(_uniform)(state.seed_B2[slot_R], position_R)
+    return _invert(jnp.where(z_RV >= cut_R[:, None], weight_RV, 0), uniform_R)
+
+
+def _uniform(seed_2: Array, position: Array) -> Array:
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
+    return jax.random.uniform(key)
+
+
+def _lane_sums(x_RV: Array) -> Array:
+    """[R, lanes]: sums over ids that are equal modulo lanes. Independent sums side by side vectorize, one long float
+    sum does not."""
+    lanes = math.gcd(x_RV.shape[1], _LANES)
+    return x_RV.reshape(x_RV.shape[0], -1, lanes).sum(axis=1)
+
+
+def _top_k_cut(z_RV: Array, top_k_R: Array) -> Array:
+    """The k-th largest value; -inf where top_k is 0."""
+    k_R = jnp.where(top_k_R > 0, top_k_R, z_RV.shape[1])
+
+    def keeps_enough(cut_R: Array) -> tuple[Array, Array]:
+        count_R = (z_RV >= cut_R[:, None]).sum(axis=-1, dtype=jnp.int32)
+        return count_R >= k_R, count_R == k_R
+
+    return _largest_cut(keeps_enough, jnp.where(top_k_R > 0, 0, -jnp.inf))
+
+
+def _top_p_cut(z_RV: Array, weight_RV: Array, cut_k_R: Array, top_p_R: Array) -> Array:
+    """The largest value whose candidates at or above it hold top_p of what top_k left; -inf where top_p is 1."""
+    kept_RV = jnp.where(z_RV >= cut_k_R[:, None], weight_RV, 0)
+    wanted_R = top_p_R * _lane_sums(kept_RV).sum(axis=-1)
+
+    def keeps_enough(cut_R: Array) -> tuple[Array, Array]:
+        mass_R = _lane_sums(jnp.where(z_RV >= cut_R[:, None], kept_RV, 0)).sum(axis=-1)
+        return mass_R >= wanted_R, jnp.zeros_like(mass_R, bool)
+
+    return _largest_cut(keeps_enough, jnp.where(top_p_R < 1, 0, -jnp.inf))
+
+
+def _largest_cut(keeps_enough: Callable[[Array], tuple[Array, Array]], highest_R: Array) -> Array:
+    """Bisect for the largest value in [-inf, highest_R] that keeps enough candidates; values are <= 0.
+
+    keeps_enough: cut_R -> (enough_R, exact_R), monotonic; -inf must keep enough. A row that is exact is done: what a
+    cut keeps, not the cut itself, is the result, and more steps would not change it. At most 32 steps, over the bits:
+    the floats below 0 in the order of their negated bit patterns.
+    """
+    lowest = jnp.int32(-0x7F800000)
+
+    def cut_at(key_R: Array) -> Array:
+        return -lax.bitcast_convert_type(-key_R, jnp.float32)
+
+    low_R = jnp.full(highest_R.shape, lowest)
+    # One past the highest key; a row whose search is off starts with an empty range.
+    high_R = jnp.where(highest_R < 0, lowest + 1, 1)
+
+    def unfinished(bounds: tuple[Array, Array]) -> Array:
+        return (bounds[1] - bounds[0] > 1).any()
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low_R, high_R = bounds
+        middle_R = low_R + (high_R - low_R) // 2
+        enough_R, exact_R = keeps_enough(cut_at(middle_R))
+        open_R = high_R - low_R > 1
+        low_next_R = jnp.where(open_R & enough_R, middle_R, low_R)
+        high_next_R = jnp.where(open_R & ~enough_R, middle_R, high_R)
+        return low_next_R, jnp.where(open_R & exact_R, low_next_R + 1, high_next_R)
+
+    return cut_at(lax.while_loop(unfinished, halve, (low_R, high_R))[0])
+
+
+def _invert(weight_RV: Array, uniform_R: Array) -> Array:
+    """The id at uniform_R (in [0, 1)) of the cumulative weights; only ids of positive weight. Two levels: which lane,
+    then where in the lane."""
+    rows, vocab = weight_RV.shape
+    lanes = math.gcd(vocab, _LANES)
+    lane_RX = _lane_sums(weight_RV)
+    lane_R, left_R = _pick(lane_RX, uniform_R * jnp.cumsum(lane_RX, axis=-1)[:, -1])
+    in_lane_RX = jnp.take_along_axis(weight_RV.reshape(rows, -1, lanes), lane_R[:, None, None], axis=2)[..., 0]
+    index_R, _ = _pick(in_lane_RX, left_R)
+    return index_R * lanes + lane_R
+
+
+def _pick(weight_RX: Array, target_R: Array) -> tuple[Array, Array]:
+    """(first index of positive weight whose cumulative weight is above the target, what is left of the target there).
+
+    Rounding may put the target behind the last one: then the last index of positive weight."""
+    total_RX = jnp.cumsum(weight_RX, axis=-1)
+    index = jnp.arange(weight_RX.shape[1], dtype=jnp.int32)
+    positive_RX = weight_RX > 0
+    first_R = jnp.where(positive_RX & (total_RX > target_R[:, None]), index, index.size).min(axis=-1)
+    index_R = jnp.minimum(first_R, jnp.where(positive_RX, index, 0).max(axis=-1))
+    before_RX = jnp.pad(total_RX[:, :-1], ((0, 0), (1, 0)))
+    before_R = jnp.take_along_axis(before_RX, index_R[:, None], axis=-1)[:, 0]
+    return index_R, jnp.maximum(target_R - before_R, 0)
+
+
+def _logprobs(logits_RV: Array, top_R: Array, token_R: Array) -> tuple[Array, Array, Array, Array]:
+    """Of the model's own distribution: (chosen, rank, top ids, top logprobs)."""
+    chosen_R1 = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)
+    total_R = jnp.log(_lane_sums(jnp.exp(logits_RV - top_R[:, None])).sum(axis=-1)) + top_R
+    ids = jnp.arange(logits_RV.shape[1], dtype=jnp.int32)
+    ahead_RV = (logits_RV > chosen_R1) | ((logits_RV == chosen_R1) & (ids < token_R[:, None]))
+    rank_R = 1 + ahead_RV.sum(axis=-1, dtype=jnp.int32)
+    top_RA, top_id_RA = lax.top_k(logits_RV, num_alternatives(logits_RV.shape[1]))
+    return chosen_R1[:, 0] - total_R, rank_R, top_id_RA, top_RA - total_R[:, None]

@@ -1,0 +1,82 @@
+"""The jitted functions: one step per bucket. Pure; donated arguments are updated in place."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import StepInputs, forward, logits
+from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample
+from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import Implementation
+from headrace.serving.core.plan import Bucket, ProgramKind, SampledToken, TokenLogprobs
+from headrace.serving.runner.inputs import Fields, InputLayout
+
+Array = jax.Array
+Step = Callable[[Weights[Array], Array, SamplingState, Array], tuple[Array, SamplingState, Array]]
+"""(weights, pool, state, packed inputs) -> (pool, state, packed results)."""
+
+
+def program_name(bucket: Bucket) -> str:
+    """Such as decode-16 or mixed-16+256."""
+    if bucket.kind is ProgramKind.DECODE:
+        return f"decode-{bucket.decode_rows}"
+    return f"mixed-{bucket.decode_rows}+{bucket.prefill_tokens}"
+
+
+def make_step(cfg: ModelConfig, layout: InputLayout, implementation: Implementation) -> Step:
+    """The function of one bucket, to be jitted with pool and state donated."""
+
+    def step(
+        weights: Weights[Array], pool: Array, state: SamplingState, packed: Array
+    ) -> tuple[Array, SamplingState, Array]:
+        fields = layout.unpack(packed)
+        inputs = _step_inputs(layout, fields, state)
+        hidden_TD, pool = forward(weights, inputs, pool, cfg, implementation=implementation)
+        # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
+        sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
+        hidden_RD = hidden_TD.at[sampled_row].get(mode="promise_in_bounds")
+        sampled, state = sample(
+            logits(weights, hidden_RD), state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0
+        )
+        return pool, state, pack_sampled(sampled)
+
+    return step
+
+
+def _step_inputs(layout: InputLayout, fields: Fields, state: SamplingState) -> StepInputs:
+    meta = layout.meta(fields)
+    last_B = state.last_token_B[fields.slot_Z[: layout.rows]]
+    token_B = jnp.where(fields.is_given_B > 0, fields.token_B, last_B)
+    block = jnp.arange(layout.config.block_tokens, dtype=jnp.int32)
+    position_T = (fields.blk_pos_J[:, None] + block).reshape(-1)
+    return StepInputs(
+        token_T=jnp.concatenate([token_B, fields.token_T]),
+        position_T=jnp.concatenate([meta.position_B, position_T]),
+        meta=meta,
+    )
+
+
+def pack_sampled(sampled: Sampled) -> Array:
+    """i32 [R, 4 + 2A]: one transfer; floats as their bits."""
+
+    def bits(x: Array) -> Array:
+        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+    columns = (sampled.token_R, sampled.is_finite_R.astype(jnp.int32), bits(sampled.logprob_R), sampled.rank_R)
+    return jnp.concatenate([jnp.stack(columns, axis=1), sampled.top_id_RA, bits(sampled.top_logprob_RA)], axis=1)
+
+
+def read_sampled(row: np.ndarray, num_logprobs: int | None, vocab_size: int) -> SampledToken:
+    """One row of pack_sampled. num_logprobs: as in SamplingParams."""
+    token_id, is_finite = int(row[0]), bool(row[1])
+    if num_logprobs is None or not is_finite:
+        return SampledToken(token_id=token_id, is_finite=is_finite)
+    floats = row.view(np.float32)
+    width = num_alternatives(vocab_size)
+    top = tuple(zip(row[4 : 4 + num_logprobs].tolist(), floats[4 + width :][:num_logprobs].tolist(), strict=False))
+    logprobs = TokenLogprobs(chosen=float(floats[2]), rank=int(row[3]), top=top)
+    return SampledToken(token_id=token_id, is_finite=True, logprobs=logprobs)

@@ -1,0 +1,192 @@
+"""Device arrays, compiled programs and steps in flight: the runner of the step loop."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headrace.model.decoder import pool_shape
+from headrace.model.load import LoadedModel
+from headrace.pallas_kernels.types import Implementation
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.errors import InvariantError
+from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
+from headrace.serving.engine.ports import CompiledProgram, Progress
+from headrace.serving.runner.compile_cache import CompileLog
+from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.programs import make_step, program_name, read_sampled
+from headrace.serving.runner.sampling_state import (
+    SCALARS,
+    initial_state,
+    load_scalars,
+    load_with_rows,
+    neutral_load,
+    pack_load,
+)
+from headrace.serving.runner.warmup import Program, compile_programs
+
+_LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tenant:
+    slot: SlotRef
+    min_tokens: int
+    num_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTicket:
+    """A step in flight. order: plan indexes of its decode rows. decode, prefill: wanted logprobs by plan index."""
+
+    step_id: int
+    packed: jax.Array
+    order: tuple[int, ...]
+    decode: tuple[int | None, ...]
+    prefill: tuple[int | None, ...]
+    samples: tuple[bool, ...]
+    first_segment: int
+
+
+class JaxRunner:
+    """Implements ``engine.ports.Runner``. Not thread safe: one thread dispatches and collects.
+
+    Args:
+      model: host weights; they are placed on the default device.
+      config: its buckets are the programs; num_pages the pool.
+      implementation: of the kernels.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: SchedulerConfig,
+        *,
+        implementation: Implementation = Implementation.REFERENCE,
+    ) -> None:
+        self._model_config = model.config
+        self._config = config
+        self._implementation = implementation
+        self._vocab_size = model.config.vocab_size
+        self._weights = jax.device_put(model.weights)
+        self._pool = jnp.zeros(pool_shape(model.config, config.num_pages, config.page_size))
+        self._state = initial_state(config.num_slots, self._vocab_size)
+        self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
+        self._programs: dict[str, jax.stages.Compiled] = {}
+        self._tenants: dict[int, _Tenant] = {}
+        self._in_flight: deque[int] = deque()
+        self._compile_log = CompileLog()
+
+    def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
+        """Compile every program and run each once, on padding. See ``ports.Runner``."""
+        self._programs, ledger = compile_programs(self._program_list(), self._compile_log, progress)
+        neutral = neutral_load(self._config.num_slots, self._vocab_size)
+        self._state = self._programs[_LOAD](self._state, neutral.scalars)
+        self._state = self._programs[_LOAD_ROWS](self._state, neutral.scalars, *neutral.rows)
+        for bucket, layout in self._layouts.items():
+            jax.block_until_ready(self._run(bucket, layout.empty()))
+        self._compile_log.mark_ready()
+        return ledger
+
+    def dispatch(self, plan: StepPlan) -> StepTicket:
+        """See ``ports.Runner``. Raises: InvariantError before anything ran, if the plan does not fit."""
+        if len(self._in_flight) >= self._config.max_steps_in_flight:
+            raise InvariantError(f"step {plan.step_id}: {len(self._in_flight)} steps are in flight already")
+        layout = self._layouts.get(plan.bucket)
+        if layout is None or not self._programs:
+            raise InvariantError(f"step {plan.step_id}: no program {program_name(plan.bucket)}; warm_up compiles them")
+        tenants = self._tenants | {load.slot.slot: _tenant(load) for load in plan.loads}
+        for row in (*plan.decode, *plan.prefill):
+            tenant = tenants.get(row.slot.slot)
+            if tenant is None or tenant.slot != row.slot:
+                raise InvariantError(f"step {plan.step_id}: {row.slot} was not loaded")
+        packed = layout.pack(plan, {slot: tenant.min_tokens for slot, tenant in tenants.items()})
+        loads = [pack_load(load, self._config.num_slots, self._vocab_size) for load in plan.loads]
+        self._tenants = tenants
+        for load in loads:
+            if load.rows is None:
+                self._state = self._programs[_LOAD](self._state, load.scalars)
+            else:
+                self._state = self._programs[_LOAD_ROWS](self._state, load.scalars, *load.rows)
+        result = self._run(plan.bucket, packed.array)
+        result.copy_to_host_async()
+        self._in_flight.append(plan.step_id)
+        return StepTicket(
+            step_id=plan.step_id,
+            packed=result,
+            order=packed.order,
+            decode=tuple(tenants[row.slot.slot].num_logprobs for row in plan.decode),
+            prefill=tuple(tenants[segment.slot.slot].num_logprobs for segment in plan.prefill),
+            samples=tuple(segment.samples for segment in plan.prefill),
+            first_segment=layout.rows,
+        )
+
+    def collect(self, ticket: StepTicket) -> StepResult:
+        """See ``ports.Runner``. Raises: InvariantError if it is not the oldest ticket."""
+        if not self._in_flight or self._in_flight[0] != ticket.step_id:
+            raise InvariantError(f"step {ticket.step_id} is not the oldest in flight")
+        self._in_flight.popleft()
+        rows = np.asarray(ticket.packed)
+        row_of = {index: row for row, index in enumerate(ticket.order)}
+        decode = tuple(
+            read_sampled(rows[row_of[index]], wanted, self._vocab_size) for index, wanted in enumerate(ticket.decode)
+        )
+        prefill = tuple(
+            read_sampled(rows[ticket.first_segment + index], wanted, self._vocab_size) if samples else None
+            for index, (wanted, samples) in enumerate(zip(ticket.prefill, ticket.samples, strict=True))
+        )
+        return StepResult(step_id=ticket.step_id, decode=decode, prefill=prefill)
+
+    def compiles_after_ready(self) -> int:
+        """See ``ports.Runner``."""
+        return len(self._compile_log.after_ready)
+
+    def close(self) -> None:
+        """Stop counting compilations; device memory goes with the object."""
+        self._compile_log.close()
+
+    def poison_pages(self, page_ids: Sequence[int]) -> None:
+        """Tests only: overwrite pages of all layers with NaN, so that a read of one shows in every result."""
+        pool = np.array(self._pool)
+        pool.reshape(self._model_config.num_layers, self._config.num_pages, -1)[:, list(page_ids)] = np.nan
+        self._pool = jax.device_put(pool)
+
+    def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        program = self._programs[program_name(bucket)]
+        self._pool, self._state, result = program(self._weights, self._pool, self._state, packed)
+        return result
+
+    def _program_list(self) -> dict[str, Program]:
+        def shapes(*arrays: object) -> tuple[object, ...]:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+        rows = neutral_load(self._config.num_slots, self._vocab_size).rows
+        scalars = jax.ShapeDtypeStruct((SCALARS,), jnp.int32)
+        programs = {
+            program_name(bucket): Program(
+                function=make_step(self._model_config, layout, self._implementation),
+                donated=(1, 2),
+                arguments=(
+                    *shapes(self._weights, self._pool, self._state),
+                    jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+                ),
+            )
+            for bucket, layout in self._layouts.items()
+        }
+        (state,) = shapes(self._state)
+        programs[_LOAD] = Program(function=load_scalars, donated=(0,), arguments=(state, scalars))
+        programs[_LOAD_ROWS] = Program(
+            function=load_with_rows, donated=(0,), arguments=(state, scalars, *shapes(*rows))
+        )
+        return programs
+
+
+def _tenant(load: SlotLoad) -> _Tenant:
+    return _Tenant(
+        slot=load.slot,
+        min_tokens=load.request.stop.min_tokens,
+        num_logprobs=load.request.sampling.num_logprobs,
+    )
