@@ -64,6 +64,7 @@ def start_server(log: Path, *options: str, ready_timeout_s: float = READY_TIMEOU
 def _copy_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
     """Every line of standard output, and an empty one at its end."""
     assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
+    with process.stdout:
+        for line in process.stdout:
+            lines.put(line)
     lines.put("")
