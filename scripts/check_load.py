@@ -34,12 +34,18 @@ WORDS = ("river", "mill", "wheel", "stone", "water", "grain", "flour", "gate", "
     "bridge",
 )
 SETTLE_S = 5.0
+OWN_LABELS = {"model_name", "engine"}
 
 
 def metrics(server: LiveServer) -> dict[str, float]:
     text = httpx.get(server.url + "/metrics").text
     families = text_string_to_metric_families(text)
-    return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+    return {
+        sample.name: sample.value
+        for family in families
+        for sample in family.samples
+        if set(sample.labels) <= OWN_LABELS
+    }
 
 
 def footprint(server: LiveServer) -> dict[str, int]:
@@ -165,7 +171,7 @@ async def run(server: LiveServer, num_requests: int, seed: int) -> dict[str, obj
 
 
 def _watched(values: dict[str, float]) -> dict[str, float]:
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "event_loop_tasks")
+    names = ("num_requests_running", "num_requests_waiting", "kv_pages_held", "event_loop_tasks")
     return {name: values["headrace_" + name] for name in names}
 
 

@@ -5,6 +5,7 @@ are counted here, at the edge, as usage is: they survive an engine restart. Coun
 with each engine; what the dead ones had counted is added. No label holds anything that a client sent.
 """
 
+import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -188,6 +189,10 @@ class Metrics(Collector):
             GaugeMetricFamily("kv_pages_cached", "Pages that hold a prefix for reuse only.", value=stats.pages_cached),
             False,
         )
+        # As the engine last reported, whatever the edge knows: a leak shows here.
+        yield GaugeMetricFamily("kv_pages_held", "Pages that requests hold.", value=held), False
+        tasks = len(asyncio.all_tasks())
+        yield GaugeMetricFamily("event_loop_tasks", "Tasks of the edge's event loop.", value=tasks), False
         is_up = float(engine.state is EngineState.READY)
         yield GaugeMetricFamily("engine_up", "1 while the engine is ready.", value=is_up), False
         restarts = float(engine.num_restarts)
