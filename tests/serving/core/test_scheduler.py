@@ -186,6 +186,16 @@ def test_a_failed_step_ends_the_requests_in_it(failed: int) -> None:
         assert drive.ids(2) == ids_alone(make_request(2, 6, 8))
 
 
+def test_pages_of_a_failed_step_are_not_used_again() -> None:
+    drive = Drive(make_config(max_steps_in_flight=1))
+    drive.submit(make_request(1, 9, 8))
+    drive.tick()
+    drive.plan()
+    assert drive.scheduler.memory.cache.find(drive.scheduler._running[0].keys, b"")
+    drive.fail()
+    assert drive.scheduler.stats().pages_cached == 0
+
+
 def test_results_must_come_in_order_and_in_the_shape_of_the_plan() -> None:
     drive = Drive(make_config())
     drive.submit(make_request(1, 6, 8))
@@ -348,6 +358,21 @@ def test_check_finds_a_live_sequence_that_is_nowhere() -> None:
     drive.submit(make_request(1, 6, 8))
     drive.scheduler._waiting.remove(drive.scheduler._waiting.first)
     with pytest.raises(InvariantError, match="not in exactly one"):
+        drive.scheduler.check()
+
+
+@pytest.mark.parametrize("damage", ["slot", "pages", "num_computed", "num_pending"])
+def test_check_finds_a_damaged_running_sequence(damage: str) -> None:
+    drive = Drive(make_config())
+    drive.submit(make_request(1, 6, 8))
+    drive.plan()
+    (sequence,) = drive.scheduler._running
+    drive.scheduler.check()
+    change = {"slot": None, "pages": [1], "num_computed": 7, "num_pending": 2}[damage]
+    setattr(sequence, damage, change)
+    if damage == "num_pending":
+        sequence.num_computed += 1
+    with pytest.raises(InvariantError):
         drive.scheduler.check()
 
 
