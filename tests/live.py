@@ -18,12 +18,11 @@ SMALL = ("--max-streams", "4", "--context", "512", "--chunk-tokens", "64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveServer:
-    """url: without a trailing slash. log: file with the process's standard error. options: what it was started with."""
+    """url: without a trailing slash. log: file with the process's standard error."""
 
     url: str
     process: subprocess.Popen[str]
     log: Path
-    options: tuple[str, ...]
 
     @property
     def stream_url(self) -> str:
@@ -42,7 +41,11 @@ class LiveServer:
 
 def start_server(log: Path, *options: str, ready_timeout_s: float = READY_TIMEOUT_S) -> LiveServer:
     """Start it on a free port and wait for the one line on its standard output; the caller stops it."""
-    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *options]
+    return start_command(log, [sys.executable, "-m", "headrace", "serve", "--port", "0", *options], ready_timeout_s)
+
+
+def start_command(log: Path, command: list[str], ready_timeout_s: float = READY_TIMEOUT_S) -> LiveServer:
+    """Start a process that prints its URL as the last word of a line when it is ready."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, text=True, start_new_session=True
@@ -58,7 +61,7 @@ def start_server(log: Path, *options: str, ready_timeout_s: float = READY_TIMEOU
         process.kill()
         process.wait()
         raise AssertionError(f"the server did not get ready in {ready_timeout_s} s:\n{log.read_text()}")
-    return LiveServer(url=url.rstrip("/"), process=process, log=log, options=options)
+    return LiveServer(url=url.rstrip("/"), process=process, log=log)
 
 
 def _copy_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:

@@ -5,6 +5,7 @@ bound, keys and certificates are read, and the memory arithmetic is printed firs
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import ssl
@@ -128,6 +129,8 @@ async def _start(engine: EngineClient, options: ServeOptions, model: ModelConfig
         stopped.cancel()
     if not starting.done():
         starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
         return None
     tools, _ = await starting
     if engine.ready_info is not None:

@@ -1,0 +1,231 @@
+"""``headrace serve`` as a process: what it holds, how it starts, and how it ends. Most tests use the fake runner."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from websockets import Subprotocol
+from websockets.sync.client import ClientConnection, connect
+
+from headrace.serving.app.build import FakeOptions
+from headrace.serving.edge.server import ExitCode
+from tests.live import LiveServer, start_command
+
+VOCAB_SIZE = 49152
+WAIT_S = 60.0
+
+SERVE = """
+import json, sys
+from pathlib import Path
+from rich.console import Console
+from headrace.serving.app.build import EngineOptions, FakeOptions
+from headrace.serving.app.options import ServeOptions
+from headrace.serving.app.serve import run_server
+path, fake, serve = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+engine = EngineOptions(model=path, num_slots=8, context=2048, chunk_tokens=64, fake=FakeOptions(**fake))
+options = ServeOptions(model_name="fake", model_path=Path(path), engine=engine, port=0, **serve)
+sys.exit(run_server(options, Console(stderr=True)))
+"""
+
+StartFake = Callable[..., LiveServer]
+
+
+def fake_command(path: Path, fake: FakeOptions, options: dict[str, Any]) -> list[str]:
+    settings = {"vocab_size": fake.vocab_size, "step_ms": fake.step_ms, "fault": fake.fault}
+    return [sys.executable, "-c", SERVE, str(path), json.dumps(settings), json.dumps(options)]
+
+
+@pytest.fixture
+def start_fake(tmp_path: Path, smollm2_path: Path) -> Iterator[StartFake]:
+    """Starts a server with a fake runner: real processes and sockets, tokens without meaning."""
+    started: list[LiveServer] = []
+
+    def start(*, step_ms: float = 5.0, fault: str | None = None, **options: Any) -> LiveServer:
+        fake = FakeOptions(vocab_size=VOCAB_SIZE, step_ms=step_ms, fault=fault)
+        started.append(start_command(tmp_path / "log", fake_command(smollm2_path, fake, options)))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+
+
+class Stream:
+    """One request on a socket of its own."""
+
+    def __init__(self, socket: ClientConnection, max_tokens: int) -> None:
+        """Returns when the first token has come."""
+        self.socket = socket
+        body = {"prompt": "to the mill", "max_tokens": max_tokens, "ignore_eos": True}
+        socket.send(json.dumps({"type": "create", "id": "r", "endpoint": "completion", "body": body}))
+        self.next("delta")
+
+    def next(self, *types: str) -> dict[str, Any]:
+        while True:
+            frame: dict[str, Any] = json.loads(self.socket.recv(timeout=WAIT_S))
+            if frame["type"] in types:
+                return frame
+
+    def end(self) -> dict[str, Any]:
+        return self.next("done", "error")
+
+
+@pytest.fixture
+def open_stream() -> Iterator[Callable[[LiveServer, int], Stream]]:
+    with ExitStack() as stack:
+
+        def start(server: LiveServer, max_tokens: int) -> Stream:
+            connection = connect(server.stream_url, subprotocols=[Subprotocol("headrace.v1")], open_timeout=WAIT_S)
+            return Stream(stack.enter_context(connection), max_tokens)
+
+        yield start
+
+
+OpenStream = Callable[[LiveServer, int], Stream]
+
+
+def engine_of(server: LiveServer) -> psutil.Process:
+    [engine] = psutil.Process(server.process.pid).children()
+    return engine
+
+
+def wait_until_ready(server: LiveServer) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while httpx.get(server.url + "/readyz").status_code != 200:
+        assert server.process.poll() is None and time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def mapped(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_only_the_engine_process_has_jax(live_server: LiveServer) -> None:
+    assert "jaxlib" in mapped(engine_of(live_server).pid)
+    assert "jaxlib" not in mapped(live_server.process.pid)
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(live_server: LiveServer) -> None:
+    port = live_server.url.rpartition(":")[2]
+    command = [sys.executable, "-m", "headrace", "serve", "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 2
+    assert f"port {port}" in done.stderr and "choose another with --port" in done.stderr
+    assert "loading weights" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_wrong_files_are_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    for options, says in (
+        (("--api-keys", str(empty)), "has no keys"),
+        (("--tls-cert", str(empty), "--tls-key", str(empty)), "do not work"),
+        (("--allow-origin", "example.org"), "is not an origin"),
+        (("--page-size", "0"), "at least 1"),
+        (("--host", "0.0.0.0"), "--unsafe-bind"),
+    ):
+        command = [sys.executable, "-m", "headrace", "serve", "--port", "0", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert says in done.stderr and "Traceback" not in done.stderr
+        assert "loading weights" not in done.stderr
+
+
+def test_a_model_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(60))
+    done = subprocess.run([sys.executable, "-m", "headrace", "serve", path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert str(path) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_engine_that_does_not_start_ends_the_server(smollm2_path: Path) -> None:
+    command = fake_command(smollm2_path, FakeOptions(vocab_size=VOCAB_SIZE, fault="fail_start"), {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (ExitCode.START_FAILED, "")
+    assert "fault fail_start" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_while_it_starts(tmp_path: Path, smollm2_path: Path) -> None:
+    """A slow start is a person's most likely moment for Ctrl-C."""
+    command = [sys.executable, "-m", "headrace", "serve", "--port", "0", str(smollm2_path), "--no-compile-cache"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    seen = next(line for line in process.stderr if "loading weights" in line or "Error" in line)
+    assert "loading weights" in seen
+    [engine] = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in err, err
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_sigterm_lets_running_streams_end(start_fake: StartFake, open_stream: OpenStream) -> None:
+    server = start_fake()
+    stream = open_stream(server, 300)
+    server.process.send_signal(signal.SIGTERM)
+    assert stream.next("goaway")["reason"]
+    end = stream.end()
+    assert end["type"] == "done" and end["usage"]["completion_tokens"] == 300
+    assert server.process.wait(WAIT_S) == ExitCode.CLEAN
+
+
+def test_what_outlasts_the_drain_ends_with_a_typed_error(start_fake: StartFake, open_stream: OpenStream) -> None:
+    server = start_fake(drain_s=0.2)
+    streams = [open_stream(server, 1900) for _ in range(3)]
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        end = stream.end()
+        assert (end["type"], end["error"]["code"]) == ("error", "shutting_down")
+    assert server.process.wait(WAIT_S) == ExitCode.WORK_LOST
+
+
+def test_a_second_signal_ends_at_once(start_fake: StartFake, open_stream: OpenStream) -> None:
+    server = start_fake(drain_s=600.0)
+    stream = open_stream(server, 1900)
+    server.process.send_signal(signal.SIGTERM)
+    stream.next("goaway")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(WAIT_S) == ExitCode.WORK_LOST
+
+
+def test_a_killed_engine_ends_every_stream_and_the_server(start_fake: StartFake, open_stream: OpenStream) -> None:
+    server = start_fake()
+    streams = [open_stream(server, 1900) for _ in range(8)]
+    engine_of(server).kill()
+    for stream in streams:
+        end = stream.end()
+        assert (end["type"], end["status"], end["error"]["code"]) == ("error", 503, "engine_lost")
+    assert server.process.wait(WAIT_S) == ExitCode.ENGINE_DIED
+
+
+def test_a_killed_engine_comes_back_where_asked_to(start_fake: StartFake, open_stream: OpenStream) -> None:
+    server = start_fake(restart_engine=True)
+    stream = open_stream(server, 1900)
+    engine_of(server).kill()
+    assert stream.end()["error"]["code"] == "engine_lost"
+    assert httpx.get(server.url + "/readyz").status_code == 503
+    assert httpx.get(server.url + "/livez").status_code == 200
+    wait_until_ready(server)
+    assert open_stream(server, 20).end()["type"] == "done"
+    assert server.stop() == ExitCode.CLEAN
+
+
+def test_nothing_is_left_behind(start_fake: StartFake) -> None:
+    server = start_fake()
+    engine = engine_of(server)
+    assert server.stop() == ExitCode.CLEAN
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
