@@ -28,7 +28,8 @@ class ConnectionLimits:
     """max_connections: open sockets, HTTP and WebSocket together; further ones get 503.
     head_s, body_s: time for a request's head and body. max_head_bytes, max_headers: of one request.
     max_fragments, message_s: of one WebSocket message. control_per_s, control_burst: pings and pongs from one client.
-    close_grace_s: how long a closing socket may keep unread bytes.
+    close_grace_s: how long a closing socket may keep unread bytes. linger_s: how long a refused client is still read
+    from, unheeded: closing with unread bytes makes the kernel send a reset, which can destroy the answer.
     """
 
     max_connections: int = 2000
@@ -41,6 +42,7 @@ class ConnectionLimits:
     control_per_s: float = 20.0
     control_burst: float = 50.0
     close_grace_s: float = 5.0
+    linger_s: float = 1.0
 
 
 class _HeadTooLarge(Exception):
@@ -145,7 +147,7 @@ class GuardedHttp(HttpToolsProtocol):
             f"content-length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        self.transport.close()
+        self.loop.call_later(self._limits.linger_s, self.transport.close)
 
     def _expect(self, seconds: float | None, otherwise: Callable[[], None] | None = None) -> None:
         if self._deadline is not None:
@@ -188,6 +190,21 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self.scope["extensions"][FORCE_CLOSE] = self.force_close  # type: ignore[typeddict-item,index]
         await super().run_asgi()
 
+    def handle_parser_exception(self) -> None:
+        """Say why, then read on for a moment before closing. Called again for all that still comes."""
+        if self.close_sent:
+            return
+        assert self.conn.close_sent is not None
+        code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(self._limits.linger_s, self.transport.close)
+        self._cut_later()
+
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
@@ -200,6 +217,14 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.close_sent = True
         self._cut_later()
+
+    def shutdown(self) -> None:
+        """The process ends. A connection that is closing already, and only waits for its client to read, is cut:
+        uvicorn would fail on it."""
+        if self.transport.is_closing():
+            self.transport.abort()
+        else:
+            super().shutdown()
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
@@ -258,7 +283,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         if not self.close_sent and not self.transport.is_closing():
             self.conn.fail(code, reason)
             self.handle_parser_exception()
-            self._cut_later()
 
     def _cut_later(self) -> None:
-        self.loop.call_later(self._limits.close_grace_s, self.transport.abort)
+        self.loop.call_later(self._limits.linger_s + self._limits.close_grace_s, self.transport.abort)

@@ -293,6 +293,9 @@ class _Socket:
                 continue
             self._last_message_s = time.monotonic()
             self._handle(message)
+            close = self.session.close
+            if close is not None and close.code is CloseCode.TOO_MANY:
+                return self._cut(close.code, close.reason)  # the writer hangs, so it cannot
             if count % MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
 
