@@ -142,6 +142,12 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
 @network("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes a free one.")
 @network("--tls-cert", type=A_FILE, help="Certificate chain (PEM); needs --tls-key.")
 @network("--tls-key", type=A_FILE, help="Private key (PEM).")
+@network(
+    "--heartbeat-seconds",
+    type=click.FloatRange(1, 3600),
+    default=20.0,
+    help="Between pings on a WebSocket; a client that is silent for as long again is cut off.",
+)
 @access("--api-keys", type=A_FILE, help="File of keys, made by 'headrace key'; without it nobody is asked for one.")
 @access("--allow-origin", multiple=True, metavar="ORIGIN", help="Web origin that may connect, besides our own.")
 @access("--allow-host", multiple=True, metavar="HOST", help="Host header to accept, besides the listening address.")
@@ -173,6 +179,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         tls_cert=flags["tls_cert"],
         tls_key=flags["tls_key"],
         unsafe_bind=flags["unsafe_bind"],
+        heartbeat_s=flags["heartbeat_seconds"],
         drain_s=flags["drain_seconds"],
         restart_engine=flags["restart_engine"],
         allow_unknown_fields=flags["allow_unknown_fields"],

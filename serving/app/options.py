@@ -16,6 +16,7 @@ class ServeOptions:
 
     port: 0 takes a free one. model_name: what the API calls the model. api_keys: key file; None = no keys.
     allow_origins, allow_hosts: beyond the server's own. unsafe_bind: serve beyond loopback without keys.
+    heartbeat_s: between pings on a WebSocket; a client whose pong or TCP acknowledgement is so late is cut off.
     drain_s: how long running requests may go on after SIGTERM. restart_engine: start a dead engine again.
 
     Raises: ConfigError naming option and remedy.
@@ -32,6 +33,7 @@ class ServeOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     unsafe_bind: bool = False
+    heartbeat_s: float = 20.0
     drain_s: float = 30.0
     restart_engine: bool = False
     allow_unknown_fields: bool = False

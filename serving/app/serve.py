@@ -86,6 +86,9 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         drain_s=options.drain_s,
+        ping_interval_s=options.heartbeat_s,
+        ping_timeout_s=options.heartbeat_s,
+        tcp_user_timeout_s=options.heartbeat_s,
     )
     engine = EngineClient(engine_launch(options.engine), restart=options.restart_engine)
     with bind(config) as listener:
@@ -94,7 +97,7 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
             if tools is None:
                 return ExitCode.CLEAN
             service = _service(options, model, engine, tools)
-            app, streams = _application(service, policy)
+            app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
                 asyncio.create_task(_announce(control, options.model_name, url_of(config, listener))),
@@ -160,10 +163,10 @@ def _service(options: ServeOptions, model: ModelConfig, engine: EngineClient, to
     return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template)
 
 
-def _application(service: Service, policy: SecurityPolicy) -> tuple[ASGIApp, StreamEndpoint]:
+def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -> tuple[ASGIApp, StreamEndpoint]:
     """One doorkeeper looks at every request, and at the key of a hello."""
     door = Doorkeeper(policy)
-    session = SessionConfig(server=f"headrace/{version('headrace')}")
+    session = SessionConfig(server=f"headrace/{version('headrace')}", heartbeat_s=heartbeat_s)
     streams = StreamEndpoint(service, door, StreamConfig(session=session), metrics=service.metrics)
     app = build_app(
         service,
