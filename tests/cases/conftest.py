@@ -1,9 +1,11 @@
 """Cases: public bugs of other servers, tried on a real server with the real model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.cases import servers
 from tests.cases.case_client import CaseClient
 from tests.cases.five_checks import FiveChecks
 from tests.live import LiveServer
@@ -23,3 +25,17 @@ def checks(client: CaseClient) -> Iterator[FiveChecks]:
     checks = FiveChecks(client.http)
     yield checks
     checks.verify()
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[LiveServer]:
+    """One server without a model for the session, for cases about everything around it; 8 slots, 2 ms a step."""
+    with servers.fake(tmp_path_factory.mktemp("fake") / "log", smollm2_path) as server:
+        yield server
+
+
+@pytest.fixture
+def fake_checks(fake_server: LiveServer) -> Iterator[FiveChecks]:
+    """The five checks on the fake server, made after the test."""
+    with servers.five_checks(fake_server) as checks:
+        yield checks

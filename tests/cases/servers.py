@@ -1,0 +1,60 @@
+"""Servers whose size and speed a case chooses: with the fake runner, or with a model of a few kilobytes."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from headrace.serving.app.build import EngineOptions, FakeOptions
+from headrace.serving.app.options import ServeOptions
+from tests.cases import fake_server
+from tests.cases.five_checks import FiveChecks, ask_canary
+from tests.live import LiveServer, start_command
+
+FAKE_VOCAB = 49_152
+"""Of the default model, whose tokenizer and template the fake servers have."""
+
+
+@contextmanager
+def fake(
+    log: Path, model: Path, *, step_ms: float = 2, engine: dict[str, Any] | None = None, **serve: Any
+) -> Iterator[LiveServer]:
+    """A server with the fake runner, ready in about two seconds; it must end cleanly.
+
+    model: whose tokenizer and template it has. step_ms: of each step. engine, serve: changes to EngineOptions and
+    ServeOptions.
+    """
+    values: dict[str, Any] = {"num_slots": 8, "context": 4096, "chunk_tokens": 256} | (engine or {})
+    options = ServeOptions(
+        model_name="fake",
+        model_path=model,
+        port=0,
+        engine=EngineOptions(model=str(model), fake=FakeOptions(vocab_size=FAKE_VOCAB, step_ms=step_ms), **values),
+        **serve,
+    )
+    server = start_fake(log, options)
+    try:
+        yield server
+    finally:
+        exit_code = server.stop()
+    assert exit_code == 0, log.read_text()
+
+
+def start_fake(log: Path, options: ServeOptions) -> LiveServer:
+    """The caller stops it."""
+    argument = msgspec.json.encode(options, enc_hook=str).decode()
+    return start_command(log, [sys.executable, str(Path(fake_server.__file__)), argument], ready_timeout_s=60.0)
+
+
+@contextmanager
+def five_checks(server: LiveServer, *, key: str | None = None) -> Iterator[FiveChecks]:
+    """The five checks around a case on a server whose canary is taken before the case."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
+        checks = FiveChecks(http, canary_ids=ask_canary(http))
+        yield checks
+        checks.verify()
