@@ -1,10 +1,12 @@
 """A client of the three doors (a whole answer, server-sent events, the native WebSocket) with one shape of answer."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 from websockets.sync.client import ClientConnection, connect
@@ -16,16 +18,20 @@ Json = dict[str, Any]
 Endpoint = Literal["chat", "completion"]
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 TIMEOUT_S = 120.0
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
 class Answer:
-    """One choice. pieces: the texts of its deltas; a whole answer is one piece. logprobs: as the door has them."""
+    """One choice. pieces: the texts of its deltas, and sizes their numbers of tokens; a whole answer is one piece.
+    logprobs: as the door has them."""
 
     finish_reason: str = ""
     stop_reason: str | int | None = None
     usage: Json = field(default_factory=dict)
     pieces: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
@@ -52,34 +58,17 @@ class Refusal:
 
 
 class CaseClient:
-    """Synchronous; one connection of each kind, opened when it is first needed."""
+    """Synchronous; threads may share it."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
-        self._exits = ExitStack()
-        self._exits.enter_context(self.http)
-        self._socket: ClientConnection | None = None
         self._stream_url = url.replace("http", "ws", 1) + "/v1/stream"
-        self._num_created = 0
 
     def __enter__(self) -> "CaseClient":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._exits.__exit__(kind, error, at)
-
-    @property
-    def socket(self) -> ClientConnection:
-        """The native WebSocket, welcomed."""
-        if self._socket is None:
-            opening = connect(self._stream_url, subprotocols=[Subprotocol("headrace.v1")], compression=None, proxy=None)
-            self._socket = self._exits.enter_context(opening)
-            assert self.receive()["type"] == "welcome"
-        return self._socket
-
-    def receive(self) -> Json:
-        frame: Json = json.loads(self.socket.recv(TIMEOUT_S))
-        return frame
+        self.http.close()
 
     # Bytes as they are
 
@@ -95,7 +84,7 @@ class CaseClient:
 
     def native_refusal(self, endpoint: Endpoint, body: Json) -> Refusal:
         """The error frame that is the one frame of a refused stream; the socket stays open."""
-        frames = self._frames(endpoint, body)
+        frames = self.frames(endpoint, body)
         assert [frame["type"] for frame in frames] == ["error"], frames
         return Refusal(frames[0]["status"], *_told(frames[0]["error"]))
 
@@ -141,13 +130,14 @@ class CaseClient:
 
     def native(self, endpoint: Endpoint, body: Json) -> Answer:
         """The native WebSocket; prompt_ids only with return_token_ids, as with the others."""
-        created, *deltas, done = self._frames(endpoint, body)
+        created, *deltas, done = self.frames(endpoint, body)
         assert (created["type"], done["type"]) == ("created", "done"), done
         (end,) = done["choices"]
         made = Answer(end["finish_reason"], end["stop_reason"], done["usage"])
         made.prompt_ids = created.get("prompt_token_ids", [[]])[0]
         for delta in deltas:
             made.pieces.append(delta["text"])
+            made.sizes.append(delta["n"])
             made.token_ids += delta.get("token_ids", [])
             made.logprobs += delta.get("logprobs", [])
         return made
@@ -155,30 +145,44 @@ class CaseClient:
     def everywhere(self, endpoint: Endpoint, body: Json) -> list[Answer]:
         """The whole answer, the events and the native stream, after checking that they agree."""
         body = body | {"return_token_ids": True}
-        answers = [self.whole(endpoint, body), self.events(endpoint, body), self.native(endpoint, body)]
+        answers = at_once(lambda door: door(endpoint, body), (self.whole, self.events, self.native))
         for answer in answers[1:]:
             assert answer.outcome == answers[0].outcome
         assert answers[0].usage["completion_tokens"] == len(answers[0].token_ids)
         return answers
 
-    def _frames(self, endpoint: Endpoint, body: Json) -> list[Json]:
-        """All frames of one new stream; a pong behind the terminal shows that nothing follows it."""
-        self._num_created += 1
-        stream_id = f"case-{self._num_created}"
-        create = {"type": "create", "id": stream_id, "endpoint": endpoint, "body": body}
-        self.socket.send(json.dumps(create))
-        frames = []
-        while not frames or frames[-1]["type"] not in ("done", "error"):
-            frames.append(self.receive())
-        self.socket.send(json.dumps({"type": "ping", "t": stream_id}))
-        assert self.receive() == {"type": "pong", "t": stream_id}
-        assert [frame["id"] for frame in frames] == [stream_id] * len(frames)
+    def frames(self, endpoint: Endpoint, body: Json | str) -> list[Json]:
+        """All frames of one stream on a socket of its own. body: also as JSON text that json.dumps would not write."""
+        text = body if isinstance(body, str) else json.dumps(body)
+        with self.welcomed() as socket:
+            socket.send(f'{{"type":"create","id":"case","endpoint":"{endpoint}","body":{text}}}')
+            frames = []
+            while not frames or frames[-1]["type"] not in ("done", "error"):
+                frames.append(strict(socket.recv(TIMEOUT_S)))
+            socket.send('{"type":"ping","t":"behind it"}')
+            assert strict(socket.recv(TIMEOUT_S)) == {"type": "pong", "t": "behind it"}
+        assert [frame["id"] for frame in frames] == ["case"] * len(frames)
         assert [frame["seq"] for frame in frames] == list(range(len(frames)))
         return frames
+
+    @contextmanager
+    def welcomed(self) -> Iterator[ClientConnection]:
+        """A native WebSocket that has got its welcome."""
+        opening = connect(self._stream_url, subprotocols=[Subprotocol("headrace.v1")], compression=None, proxy=None)
+        with opening as socket:
+            assert strict(socket.recv(TIMEOUT_S))["type"] == "welcome"
+            yield socket
+
+
+def at_once(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """call of each item, four at a time: the rows of the session's server."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(call, items))
 
 
 def _add(made: Answer, choice: Json) -> None:
     made.token_ids += choice.get("token_ids", [])
+    made.sizes.append(len(choice.get("token_ids", [])))
     logprobs = choice.get("logprobs")
     if logprobs is not None:
         made.logprobs += logprobs.get("content", [logprobs])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.model.tokenizer import Tokenizer, load_tokenizer
 from tests.cases import servers
 from tests.cases.case_client import CaseClient
 from tests.cases.five_checks import FiveChecks
@@ -39,3 +40,9 @@ def fake_checks(fake_server: LiveServer) -> Iterator[FiveChecks]:
     """The five checks on the fake server, made after the test."""
     with servers.five_checks(fake_server) as checks:
         yield checks
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    """The served model's own; its table of bytes per id is the reference for texts."""
+    return load_tokenizer(smollm2_path)
