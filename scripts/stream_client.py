@@ -73,13 +73,21 @@ class StreamClient:
         await self._reader
 
     async def create(self, id: str, endpoint: str, body: dict[str, object], **envelope: object) -> History:
-        history = History(id, time.monotonic())
-        self._live[id] = history
+        history = self.expect(id)
         await self._send({"type": "create", "id": id, "endpoint": endpoint, "body": body, **envelope}, history)
+        return history
+
+    def expect(self, id: str) -> History:
+        """The history of a stream that the caller creates by ``write``."""
+        history = self._live[id] = History(id, time.monotonic())
         return history
 
     async def cancel(self, id: str) -> None:
         await self._send({"type": "cancel", "id": id}, None)
+
+    def write(self, data: bytes) -> None:
+        """Bytes as they are, in one piece."""
+        self._socket.transport.write(data)
 
     def abort(self) -> None:
         """Cut the TCP connection without a close handshake."""
