@@ -5,6 +5,7 @@ whatever happens to the engine process.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,11 +134,6 @@ class EngineClient:
         return max(0, len(self._sinks) - slots)
 
     @property
-    def last_progress_s(self) -> float | None:
-        """``loop.time()`` of the last sign of life; None before the first start."""
-        return None if self._watchdog is None else self._watchdog.last_frame_s
-
-    @property
     def num_restarts(self) -> int:
         return self._num_restarts
 
@@ -230,11 +226,9 @@ class EngineClient:
             self._set_state(EngineState.DRAINING)
         if await self._wait_empty(limit_s):
             return 0
-        cut = tuple(self._sinks)
-        for request_id in cut:
-            self.cancel(request_id, CancelReason.SHUTDOWN)
+        cut = self.cancel_all(CancelReason.SHUTDOWN)
         await self._wait_empty(CANCEL_GRACE_S)
-        return len(cut)
+        return cut
 
     async def stop(self, *, drain_s: float = 0.0) -> int:
         """Drain, end the process, leave nothing behind. Returns how many requests were cut. May be called twice."""
@@ -254,12 +248,9 @@ class EngineClient:
         self._settled.set()
 
     async def _wait_empty(self, limit_s: float) -> bool:
-        if self._sinks:
-            try:
-                await asyncio.wait_for(self._empty.wait(), limit_s)
-            except TimeoutError:
-                return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait_idle(), limit_s)
+        return not self._sinks
 
     # One engine after the other
 
@@ -340,7 +331,8 @@ class EngineClient:
             case Step():
                 self._stats = message.stats
                 for token in message.tokens:
-                    self._tell(token.request_id, token)
+                    if (sink := self._sinks.get(token.request_id)) is not None:
+                        _call(sink, token)
                 for finished in message.finished:
                     self._end(finished.request_id, finished)
                 for refused in message.refused:
@@ -381,11 +373,6 @@ class EngineClient:
         self._set_state(EngineState.DEAD)
         for request_id in tuple(self._sinks):
             self._end(request_id, EngineLost(request_id))
-
-    def _tell(self, request_id: RequestId, event: EngineEvent) -> None:
-        sink = self._sinks.get(request_id)
-        if sink is not None:
-            _call(sink, event)
 
     def _end(self, request_id: RequestId, event: EngineEvent) -> None:
         sink = self._sinks.pop(request_id, None)
