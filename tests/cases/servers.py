@@ -21,27 +21,37 @@ FAKE_VOCAB = 49_152
 
 @contextmanager
 def fake(
-    log: Path, model: Path, *, step_ms: float = 2, engine: dict[str, Any] | None = None, **serve: Any
+    log: Path,
+    model: Path,
+    *,
+    step_ms: float = 2,
+    fault: str | None = None,
+    engine: dict[str, Any] | None = None,
+    **serve: Any,
 ) -> Iterator[LiveServer]:
-    """A server with the fake runner, ready in about two seconds; it must end cleanly.
-
-    model: whose tokenizer and template it has. step_ms: of each step. engine, serve: changes to EngineOptions and
-    ServeOptions.
-    """
-    values: dict[str, Any] = {"num_slots": 8, "context": 4096, "chunk_tokens": 256} | (engine or {})
-    options = ServeOptions(
-        model_name="fake",
-        model_path=model,
-        port=0,
-        engine=EngineOptions(model=str(model), fake=FakeOptions(vocab_size=FAKE_VOCAB, step_ms=step_ms), **values),
-        **serve,
-    )
-    server = start_fake(log, options)
+    """A server with the fake runner, ready in about two seconds; it must end cleanly."""
+    server = start_fake(log, fake_options(model, step_ms=step_ms, fault=fault, engine=engine, **serve))
     try:
         yield server
     finally:
         exit_code = server.stop()
     assert exit_code == 0, log.read_text()
+
+
+def fake_options(
+    model: Path,
+    *,
+    step_ms: float = 2,
+    fault: str | None = None,
+    engine: dict[str, Any] | None = None,
+    **serve: Any,
+) -> ServeOptions:
+    """model: whose tokenizer and template the server has. step_ms, fault: see FakeOptions. engine, serve: changes to
+    EngineOptions and ServeOptions."""
+    values: dict[str, Any] = {"num_slots": 8, "context": 4096, "chunk_tokens": 256} | (engine or {})
+    fake = FakeOptions(vocab_size=FAKE_VOCAB, step_ms=step_ms, fault=fault)
+    options: dict[str, Any] = {"model_name": "fake", "model_path": model, "port": 0} | serve
+    return ServeOptions(engine=EngineOptions(model=str(model), fake=fake, **values), **options)
 
 
 def start_fake(log: Path, options: ServeOptions) -> LiveServer:
