@@ -1,7 +1,9 @@
 """``headrace serve`` as a process: what it holds, how it starts, and how it ends. Most tests use the fake runner."""
 
 import json
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -13,10 +15,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from websockets import Subprotocol
+from websockets import ConnectionClosed, Subprotocol
 from websockets.sync.client import ClientConnection, connect
 
 from headrace.serving.app.build import FakeOptions
+from headrace.serving.edge.keys import digest_line, new_key
 from headrace.serving.edge.server import ExitCode
 from tests.live import LiveServer, start_command
 
@@ -32,6 +35,7 @@ from headrace.serving.app.options import ServeOptions
 from headrace.serving.app.serve import run_server
 path, fake, serve = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 engine = EngineOptions(model=path, num_slots=8, context=2048, chunk_tokens=64, fake=FakeOptions(**fake))
+serve |= {name: Path(serve[name]) for name in ("api_keys", "tls_cert", "tls_key") if name in serve}
 options = ServeOptions(model_name="fake", model_path=Path(path), engine=engine, port=0, **serve)
 sys.exit(run_server(options, Console(stderr=True)))
 """
@@ -222,6 +226,42 @@ def test_a_killed_engine_comes_back_where_asked_to(start_fake: StartFake, open_s
     wait_until_ready(server)
     assert open_stream(server, 20).end()["type"] == "done"
     assert server.stop() == ExitCode.CLEAN
+
+
+def test_keys_are_asked_for_on_every_door(start_fake: StartFake, tmp_path: Path) -> None:
+    key = new_key()
+    (tmp_path / "keys").write_text(digest_line("ann", key) + "\n")
+    server = start_fake(api_keys=str(tmp_path / "keys"))
+    body = {"prompt": "to the mill", "max_tokens": 3}
+    answer = httpx.post(server.url + "/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    answer = httpx.post(server.url + "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+    for path, status in (("/", 200), ("/readyz", 200), ("/metrics", 401), ("/v1/models", 401)):
+        assert httpx.get(server.url + path).status_code == status
+    with connect(server.stream_url, subprotocols=[Subprotocol("headrace.v1")], open_timeout=WAIT_S) as socket:
+        socket.send(json.dumps({"type": "hello", "token": key}))
+        assert json.loads(socket.recv(timeout=WAIT_S))["type"] == "welcome"
+    with connect(server.stream_url, subprotocols=[Subprotocol("headrace.v1")], open_timeout=WAIT_S) as socket:
+        socket.send(json.dumps({"type": "hello", "token": key[:-1]}))
+        with pytest.raises(ConnectionClosed):
+            socket.recv(timeout=WAIT_S)
+        assert socket.close_code == 4401
+    assert key not in server.log.read_text()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(start_fake: StartFake, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key, "-out", cert]
+    subprocess.run([*command, *subject], check=True, capture_output=True)
+    server = start_fake(tls_cert=str(cert), tls_key=str(key))
+    trust = ssl.create_default_context(cafile=cert)
+    assert server.url.startswith("https://")
+    assert httpx.get(server.url + "/readyz", verify=trust).status_code == 200
+    with connect(server.stream_url, subprotocols=[Subprotocol("headrace.v1")], ssl=trust) as socket:
+        assert json.loads(socket.recv(timeout=WAIT_S))["type"] == "welcome"
 
 
 def test_nothing_is_left_behind(start_fake: StartFake) -> None:
