@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     _die_with_parent()
     faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description="Engine process of Headrace; started by headrace serve.")
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the link")
     link = EngineLink(socket.socket(fileno=parser.parse_args(arguments).fd))
@@ -159,4 +160,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    logging.shutdown()
+    os._exit(exit_code)  # JAX takes a second or more to take itself down, and nothing needs that

@@ -23,11 +23,11 @@ class SystemClock:
 class ProgressLimits:
     """silent_s: an engine that owes an answer and sends no frame for so long is stuck. 9 s and a tick of at most
     ``tick_s`` keep the promise to notice within 10 s. starting_silent_s: the same before Ready, where compiling one
-    program sends nothing.
+    program sends nothing: 10 s for a small model on a quiet machine, minutes for a large one.
     """
 
     silent_s: float = 9.0
-    starting_silent_s: float = 120.0
+    starting_silent_s: float = 300.0
 
     @property
     def tick_s(self) -> float:
