@@ -8,7 +8,7 @@ import time
 from asyncio import TimerHandle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
@@ -65,6 +65,8 @@ class GuardedHttp(HttpToolsProtocol):
         self._limits = limits
         self._deadline: TimerHandle | None = None
         self._head_bytes = 0
+        self._unfinished_bytes = 0
+        self._is_in_head = True
         self._is_head_too_large = False
         self._is_refused = False
 
@@ -80,8 +82,16 @@ class GuardedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
+        if self._is_refused:
+            return
+        was_in_head = self._is_in_head
+        super().data_received(data)
+        if was_in_head and self._is_in_head and not self._is_refused:
+            # A header without end reaches no callback.
+            self._unfinished_bytes += len(data)
+            if self._unfinished_bytes > self._limits.max_head_bytes:
+                self._is_head_too_large = True
+                self.send_400_response("")
 
     def handle_websocket_upgrade(self) -> None:
         self._expect(None)
@@ -91,7 +101,8 @@ class GuardedHttp(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._unfinished_bytes = 0
+        self._is_in_head = True
         self._expect(self._limits.head_s, self._head_is_late)
         super().on_message_begin()
 
@@ -107,6 +118,7 @@ class GuardedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         self._expect(self._limits.body_s, self._body_is_late)
         super().on_headers_complete()
 
@@ -187,7 +199,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.close()
 
     async def run_asgi(self) -> None:
-        self.scope["extensions"][FORCE_CLOSE] = self.force_close  # type: ignore[typeddict-item,index]
+        cast(dict[str, Any], self.scope["extensions"])[FORCE_CLOSE] = self.force_close
         await super().run_asgi()
 
     def handle_parser_exception(self) -> None:
@@ -219,12 +231,11 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._cut_later()
 
     def shutdown(self) -> None:
-        """The process ends. A connection that is closing already, and only waits for its client to read, is cut:
-        uvicorn would fail on it."""
-        if self.transport.is_closing():
-            self.transport.abort()
-        else:
+        """The process ends; the client has linger_s to read what there is. uvicorn fails on a connection that is
+        closing already."""
+        if not self.transport.is_closing():
             super().shutdown()
+        self.loop.call_later(self._limits.linger_s, self.transport.abort)
 
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()

@@ -70,7 +70,7 @@ class ClientMessage(msgspec.Struct, tag_field="type", kw_only=True, frozen=True)
     """Base of what clients send."""
 
 
-class Hello(ClientMessage, tag="hello", kw_only=True):
+class Hello(ClientMessage, tag="hello", kw_only=True, frozen=True):
     """Introduces the client. Needed, as the first message, when the server has API keys and the handshake carried
     none; allowed once more or less at any time otherwise, without an answer of its own."""
 
@@ -80,7 +80,7 @@ class Hello(ClientMessage, tag="hello", kw_only=True):
     ] = ""
 
 
-class Create(ClientMessage, tag="create", kw_only=True):
+class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
     """Starts a stream. Answered by `created`, or by `error` with this id when the request is refused."""
 
     id: StreamId
@@ -96,14 +96,14 @@ class Create(ClientMessage, tag="create", kw_only=True):
     priority: Annotated[Any, Meta(description="Not applied by this version: refused unless absent or null.")] = None
 
 
-class Cancel(ClientMessage, tag="cancel", kw_only=True):
+class Cancel(ClientMessage, tag="cancel", kw_only=True, frozen=True):
     """Ends a stream of this socket. Its terminal frame follows: `done` with `finish_reason` `"cancelled"` and the true
     usage, unless it ended by itself before. Harmless when repeated, or when the stream has just ended."""
 
     id: StreamId
 
 
-class Resume(ClientMessage, tag="resume", kw_only=True):
+class Resume(ClientMessage, tag="resume", kw_only=True, frozen=True):
     """Takes over a stream that was created with `detach`, from a lost connection or from one that still seems open.
     The stream goes on under its id on this socket; frames after `after` are sent again with the numbers they had."""
 
@@ -112,7 +112,7 @@ class Resume(ClientMessage, tag="resume", kw_only=True):
     after: Annotated[int, Meta(ge=0, description="`seq` of the last frame received; absent: none.")] | None = None
 
 
-class Ping(ClientMessage, tag="ping", kw_only=True):
+class Ping(ClientMessage, tag="ping", kw_only=True, frozen=True):
     """Asks for a `pong`: liveness for browsers, which cannot send WebSocket pings."""
 
     t: Annotated[
@@ -133,7 +133,7 @@ class SessionLimits(msgspec.Struct, kw_only=True, frozen=True):
     max_context: Annotated[int, Meta(description="Tokens of prompt and output; 0 while the engine starts.")]
 
 
-class Welcome(ServerMessage, tag="welcome", kw_only=True):
+class Welcome(ServerMessage, tag="welcome", kw_only=True, frozen=True):
     """The first frame of an authenticated socket, sent without being asked for."""
 
     session: Annotated[str, Meta(description="Secret for `resume`; only with the same API key. Keep it private.")]
@@ -145,7 +145,7 @@ class Welcome(ServerMessage, tag="welcome", kw_only=True):
     resume_s: Annotated[float, Meta(description="Seconds that a detached stream lives without a connection.")]
 
 
-class Created(ServerMessage, tag="created", kw_only=True):
+class Created(ServerMessage, tag="created", kw_only=True, frozen=True):
     """The request was accepted: the first frame of a stream."""
 
     id: StreamId
@@ -164,7 +164,7 @@ class Created(ServerMessage, tag="created", kw_only=True):
     ) = UNSET
 
 
-class Delta(ServerMessage, tag="delta", kw_only=True):
+class Delta(ServerMessage, tag="delta", kw_only=True, frozen=True):
     """New output of one choice. A client that reads slowly gets fewer and longer deltas, never fewer tokens."""
 
     id: StreamId
@@ -203,7 +203,7 @@ class Times(msgspec.Struct, kw_only=True, frozen=True):
     preemptions: Annotated[int, Meta(description="How often its memory was taken and computed again.")]
 
 
-class Done(ServerMessage, tag="done", kw_only=True):
+class Done(ServerMessage, tag="done", kw_only=True, frozen=True):
     """The good terminal frame: every choice has ended."""
 
     id: StreamId
@@ -222,7 +222,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True, frozen=True):
     param: Annotated[str | None, Meta(description="The field at fault, where it is one.")]
 
 
-class Error(ServerMessage, tag="error", kw_only=True):
+class Error(ServerMessage, tag="error", kw_only=True, frozen=True):
     """With an `id`: the bad terminal frame of that stream. With `id` null: a message was not carried out, and no
     stream is touched; `id_rejected` then repeats the id that the message named, when it was well-formed."""
 
@@ -238,13 +238,13 @@ class Error(ServerMessage, tag="error", kw_only=True):
     )
 
 
-class Pong(ServerMessage, tag="pong", kw_only=True):
+class Pong(ServerMessage, tag="pong", kw_only=True, frozen=True):
     """Answers `ping`."""
 
     t: Annotated[int | float | str | None, Meta(description="`t` of the ping.")]
 
 
-class Goaway(ServerMessage, tag="goaway", kw_only=True):
+class Goaway(ServerMessage, tag="goaway", kw_only=True, frozen=True):
     """The server shuts down. Running streams go on; new ones are refused. Connect elsewhere."""
 
     reason: Annotated[str, Meta(description='`"shutdown"`.')]

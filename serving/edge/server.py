@@ -242,6 +242,7 @@ def _uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=round(FLUSH_S),
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,
+        lifespan="off",
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,

@@ -19,6 +19,9 @@ from headrace.serving.edge.generation import ChosenLogprob, Delta, Done, Failure
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.openai_chunks import chat_logprobs, total_usage
 
+LOGPROBS_PER_FRAME = 256
+"""20 alternatives take about 2.5 kB a token; clients commonly refuse messages over 1 MiB."""
+
 
 class StreamOwner(Protocol):
     """Who shows the stream's frames."""
@@ -80,7 +83,7 @@ class Stream:
         self._endpoint = endpoint
         self._log = log
         self._job: Job | None = None
-        self._stop_preparing: Callable[[], None] | None = None
+        self._stop_preparing: Callable[[], object] | None = None
         self._cancelled: CancelReason | None = None
         self._waiting: deque[str] = deque()  # made, not yet shown
         self._next_seq = 0
@@ -99,7 +102,7 @@ class Stream:
 
     # What happens to it
 
-    def preparing(self, stop: Callable[[], None]) -> None:
+    def preparing(self, stop: Callable[[], object]) -> None:
         """The request is being prepared; stop() gives that up."""
         self._stop_preparing = stop
 
@@ -174,7 +177,7 @@ class Stream:
             self._turn = (self._turn + 1) % len(generations)
             outcome = generation.take()
             if isinstance(outcome, Delta):
-                return self._numbered(self._delta(generation, outcome))
+                return self._delta(generation, outcome)
             if isinstance(outcome, Failure):
                 self._job.cancel(CancelReason.CLIENT)
                 self._has_terminal = True
@@ -217,19 +220,26 @@ class Stream:
         prompts = tuple(job.prompt_ids(index) for index in range(len(job.generations)))
         return msgspec.structs.replace(frame, prompt_token_ids=prompts)
 
-    def _delta(self, generation: Generation, delta: Delta) -> messages.Delta:
+    def _delta(self, generation: Generation, delta: Delta) -> str:
+        """The frame of a merged delta; where logprobs would make it huge, the first of several."""
         assert self._job is not None
         options = self._job.options
-        return messages.Delta(
-            id=self.id,
-            seq=self._next_seq,
-            index=generation.index,
-            text=delta.text,
-            n=delta.num_tokens,
-            role="assistant" if delta.first and self._endpoint is Endpoint.CHAT else UNSET,
-            token_ids=delta.token_ids if options.return_token_ids else UNSET,
-            logprobs=_entries(delta.logprobs) if options.logprobs else UNSET,
-        )
+        for start in range(0, max(1, len(delta.logprobs)), LOGPROBS_PER_FRAME):
+            part = slice(start, start + LOGPROBS_PER_FRAME if options.logprobs else None)
+            is_first = start == 0
+            logprobs = delta.logprobs[part]
+            frame = messages.Delta(
+                id=self.id,
+                seq=self._next_seq,
+                index=generation.index,
+                text=delta.text if is_first else "",
+                n=len(logprobs) if options.logprobs else delta.num_tokens,
+                role="assistant" if is_first and delta.first and self._endpoint is Endpoint.CHAT else UNSET,
+                token_ids=delta.token_ids[part] if options.return_token_ids else UNSET,
+                logprobs=_entries(logprobs) if options.logprobs else UNSET,
+            )
+            self._waiting.append(self._numbered(frame))
+        return self._waiting.popleft()
 
     def _all_done(self) -> messages.Done:
         ends = [self._done[index] for index in sorted(self._done)]

@@ -7,7 +7,6 @@ pongs nor the end of its client.
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import time
 from collections import Counter
@@ -285,7 +284,8 @@ class _Socket:
 
     async def _read(self) -> int:
         """Feed the session. Ends when the client is gone; returns the close code."""
-        for count in itertools.count(1):
+        count = 0
+        while True:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return int(message.get("code", 1006))
@@ -296,6 +296,7 @@ class _Socket:
             close = self.session.close
             if close is not None and close.code is CloseCode.TOO_MANY:
                 return self._cut(close.code, close.reason)  # the writer hangs, so it cannot
+            count += 1
             if count % MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
 

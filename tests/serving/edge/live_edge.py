@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -171,6 +172,7 @@ async def running_edge(
     server: Json | None = None,
     limits: Json | None = None,
     drains: tuple[Drainable, ...] = (),
+    signals: tuple[signal.Signals, ...] = (),
 ) -> AsyncIterator[Edge]:
     """Serve until the block ends; then nothing of it may be left."""
     service = ScriptedService()
@@ -191,7 +193,7 @@ async def running_edge(
     control = ServerControl()
     before = asyncio.all_tasks()
     serving = asyncio.create_task(
-        serve(app, server_config, (endpoint, *drains), listener=listener, control=control, signals=())
+        serve(app, server_config, (endpoint, *drains), listener=listener, control=control, signals=signals)
     )
     await control.listening.wait()
     edge = Edge(service, endpoint, control, serving, port)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.serving.core.events import Finished, Timings, TokenEvent
+from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Request, RequestId, SamplingParams, StopRule
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
 from headrace.serving.edge.bodies import JobOptions
@@ -67,9 +68,11 @@ class Script:
             ),
         )
 
-    def tokens(self, ids: Sequence[int], index: int = 0) -> None:
+    def tokens(self, ids: Sequence[int], index: int = 0, logprobs: TokenLogprobs | None = None) -> None:
         for token_id in ids:
-            event = TokenEvent(request_id=RequestId(index), index=self.sent[index], token_id=token_id)
+            event = TokenEvent(
+                request_id=RequestId(index), index=self.sent[index], token_id=token_id, logprobs=logprobs
+            )
             self.job.generations[index].on_event(event)
             self.sent[index] += 1
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason
 from headrace.serving.edge.bodies import JobOptions
 from headrace.serving.edge.errors import ApiError, ErrorCode
@@ -285,6 +286,20 @@ def test_chat_has_its_role_once_and_token_ids_when_asked() -> None:
     assert [(d["index"], d.get("role"), d["token_ids"]) for d in deltas] == [
         (0, "assistant", [97]), (1, "assistant", [98]), (1, None, [99]),
     ]  # fmt: skip
+
+
+def test_merged_logprobs_come_in_frames_of_bounded_size() -> None:
+    peer = opened()
+    options = JobOptions(return_token_ids=True, logprobs=True)
+    script = peer.create("r", script=Script(0, options=options))
+    script.tokens(b"x" * 600, logprobs=TokenLogprobs(chosen=-0.5, rank=1, top=()))
+    script.finish()
+    _, *deltas, done = peer.read()
+    assert [delta["n"] for delta in deltas] == [256, 256, 88]
+    assert "".join(delta["text"] for delta in deltas) == "x" * 600
+    assert all(len(delta["token_ids"]) == len(delta["logprobs"]) == delta["n"] for delta in deltas)
+    assert deltas[0]["logprobs"][0]["logprob"] == -0.5 and deltas[0]["logprobs"][0]["token_id"] == ord("x")
+    assert [frame["seq"] for frame in (*deltas, done)] == [1, 2, 3, 4]
 
 
 def test_a_stream_with_choices_ends_once_with_all_of_them() -> None:
