@@ -1,6 +1,7 @@
 """Command line of Headrace. Imports stay light: JAX starts in the engine process, or in ``generate``."""
 
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -238,10 +239,16 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
     """
     from headrace.serving.app.generate import Prompt, run_generate
 
-    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
-    wanted = Prompt(text=text, chat=flags.pop("chat"), system=flags.pop("system"))
+    wanted = Prompt(text=_standard_input() if prompt == "-" else prompt, chat=flags.pop("chat"), system=flags.pop("system"))
     parameters = {name: flags[name] for name in SAMPLING_FLAGS}
     if flags["max_tokens"] is not None:
         parameters["max_tokens"] = flags["max_tokens"]
     options = _resolved(_find_model(model_source, cache_dir), flags)
     return run_generate(wanted, options, parameters, as_json=as_json, console=Console(stderr=True))
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 (byte {error.start})") from None
