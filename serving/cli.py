@@ -239,7 +239,8 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
     """
     from headrace.serving.app.generate import Prompt, run_generate
 
-    wanted = Prompt(text=_standard_input() if prompt == "-" else prompt, chat=flags.pop("chat"), system=flags.pop("system"))
+    text = _standard_input() if prompt == "-" else prompt
+    wanted = Prompt(text=text, chat=flags.pop("chat"), system=flags.pop("system"))
     parameters = {name: flags[name] for name in SAMPLING_FLAGS}
     if flags["max_tokens"] is not None:
         parameters["max_tokens"] = flags["max_tokens"]

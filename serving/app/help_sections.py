@@ -39,7 +39,7 @@ def section(heading: str) -> Callable[..., Callable[[Any], Any]]:
     return option
 
 
-class ByteSize(click.ParamType[int]):
+class ByteSize(click.ParamType):
     """A number of bytes with an optional unit: 2GiB, 800MB, 65536."""
 
     name = "size"
