@@ -89,6 +89,10 @@ class StreamClient:
         """Bytes as they are, in one piece."""
         self._socket.transport.write(data)
 
+    def stop_reading(self) -> None:
+        """Leave what comes in the kernel's buffers."""
+        self._socket.transport.pause_reading()
+
     def abort(self) -> None:
         """Cut the TCP connection without a close handshake."""
         self._socket.transport.abort()
