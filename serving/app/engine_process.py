@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -86,6 +87,10 @@ def run(link: EngineLink) -> int:
         clock = SystemClock()
         config = built.resolved.scheduler
         loop = StepLoop(Scheduler(config), built.runner, clock, max_steps_in_flight=config.max_steps_in_flight)
+        # A full collection walks the 190,000 objects of JAX and the model: 0.35 s on two busy cores, a visible gap in
+        # every stream. They live as long as the process, so the collector may forget them.
+        gc.collect()
+        gc.freeze()
         link.send(ready_message(built, programs, time.monotonic() - started_s))
         Engine(loop, clock, inbox, link).run()
         return 0
