@@ -45,7 +45,6 @@ class CloseCode(IntEnum):
     NO_PONG = 1011
     NOT_JSON = 4400
     UNAUTHENTICATED = 4401
-    SUBPROTOCOL = 4406
     TOO_SLOW = 4408
     TOO_MANY = 4429
 
@@ -60,7 +59,6 @@ CLOSE_MEANINGS: dict[CloseCode, str] = {
     CloseCode.NO_PONG: "The client did not answer a WebSocket ping in time.",
     CloseCode.NOT_JSON: "A frame was binary, was not JSON, or was not an object.",
     CloseCode.UNAUTHENTICATED: "The API key of `hello` was absent or wrong, or another message came before `hello`.",
-    CloseCode.SUBPROTOCOL: "The client did not offer `headrace.v1` (normally HTTP 400 before the upgrade).",
     CloseCode.TOO_SLOW: "No `hello` in time, or the client stopped reading for the write limit.",
     CloseCode.TOO_MANY: "The client sent messages without reading the answers, or its key has too many sockets.",
 }
@@ -71,8 +69,8 @@ class ClientMessage(msgspec.Struct, tag_field="type", kw_only=True, frozen=True)
 
 
 class Hello(ClientMessage, tag="hello", kw_only=True, frozen=True):
-    """Introduces the client. Needed, as the first message, when the server has API keys and the handshake carried
-    none; allowed once more or less at any time otherwise, without an answer of its own."""
+    """Introduces the client. When the server has API keys and the handshake carried none, it must be the first message,
+    and `welcome` answers it. Otherwise it is optional and has no answer."""
 
     token: Annotated[str, Meta(max_length=512, description="API key.")] | None = None
     client: Annotated[
