@@ -1,0 +1,93 @@
+"""Teacher forcing through the paged decoder: logprobs of given tokens, a whole chunk of positions per step.
+
+The engine takes logits of the last token of a chunk only; here every row goes through the head. Packing, page tables,
+decoder and kernels are the engine's own.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headrace.model.decoder import StepInputs, forward, logits, pool_shape
+from headrace.model.load import LoadedModel
+from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import Implementation
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.plan import Bucket, PrefillSegment, ProgramKind, SlotRef, StepPlan
+from headrace.serving.runner.inputs import InputLayout
+
+Array = jax.Array
+SLOT = SlotRef(0, 1)
+
+
+class ForcedDecoder:
+    """One sequence at a time, in chunks of chunk_tokens, its pages dealt out in a shuffled order.
+
+    Args:
+      max_tokens: of a sequence. chunk_tokens: a multiple of block_tokens.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        max_tokens: int,
+        chunk_tokens: int,
+        block_tokens: int = 64,
+        page_size: int = 16,
+    ) -> None:
+        pages = -(-max_tokens // page_size)
+        self._config = SchedulerConfig(
+            num_slots=1,
+            page_size=page_size,
+            num_pages=pages + 1,
+            max_context=pages * page_size,
+            chunk_tokens=chunk_tokens,
+            block_tokens=block_tokens,
+            decode_rows=(1,),
+            prefill_tokens=(chunk_tokens,),
+            max_segments=1,
+        )
+        self._bucket = Bucket(ProgramKind.MIXED, 1, chunk_tokens)
+        self._layout = InputLayout(self._bucket, self._config, model.config.vocab_size)
+        self._model_config = model.config
+        self._weights = jax.device_put(model.weights)
+        self._pool = jnp.zeros(pool_shape(model.config, pages + 1, page_size))
+        self._page_ids = tuple(int(page) for page in np.random.default_rng(pages).permutation(pages) + 1)
+        self._step = jax.jit(self._run, donate_argnums=1)
+
+    def logprobs(self, prompt_ids: Sequence[int], continuation_ids: Sequence[int]) -> list[float]:
+        """Of each continuation token after everything before it."""
+        fed, targets = [*prompt_ids, *continuation_ids[:-1]], [*prompt_ids[1:], *continuation_ids]
+        found: list[float] = []
+        for start in range(0, len(fed), self._config.chunk_tokens):
+            chunk = fed[start : start + self._config.chunk_tokens]
+            target_T = np.zeros(self._config.chunk_tokens, np.int32)
+            target_T[: len(chunk)] = targets[start : start + len(chunk)]
+            packed = self._layout.pack(self._plan(start, chunk), {SLOT.slot: 0})
+            self._pool, logprob_T = self._step(self._weights, self._pool, packed.array, target_T)
+            found.extend(np.asarray(logprob_T)[: len(chunk)].tolist())
+        return found[len(prompt_ids) - 1 :]
+
+    def _plan(self, start: int, chunk: list[int]) -> StepPlan:
+        segment = PrefillSegment(
+            slot=SLOT, start=start, token_ids=tuple(chunk), page_ids=self._page_ids, samples=True, output_index=0
+        )
+        return StepPlan(step_id=0, bucket=self._bucket, loads=(), decode=(), prefill=(segment,))
+
+    def _run(self, weights: Weights[Array], pool: Array, packed: Array, target_T: Array) -> tuple[Array, Array]:
+        fields, layout = self._layout.unpack(packed), self._layout
+        meta = layout.meta(fields)
+        position_T = (fields.blk_pos_J[:, None] + jnp.arange(self._config.block_tokens)).reshape(-1)
+        inputs = StepInputs(
+            token_T=jnp.concatenate([fields.token_B, fields.token_T]),
+            position_T=jnp.concatenate([meta.position_B, position_T]),
+            meta=meta,
+        )
+        hidden_TD, pool = forward(
+            weights, inputs, pool, self._model_config, implementation=Implementation.REFERENCE
+        )
+        logprob_TV = jax.nn.log_softmax(logits(weights, hidden_TD[layout.rows :]))
+        return pool, jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]
