@@ -306,26 +306,30 @@ class Session:
         if message.id in self._live:
             self._duplicate(message.id)
             return
-        assert self.identity is not None
-        error = None if self.state is SessionState.DRAINING else self._why_not(self.identity)
-        holder = self._host.find_session(message.session)
-        stream = holder.detached(message.id) if holder is not None else None
-        same_tenant = (
-            holder is not None and holder.identity is not None and (holder.identity.tenant == self.identity.tenant)
-        )
-        repeat = stream.replay_after(message.after) if stream is not None and same_tenant else None
-        if error is None and (holder is None or stream is None or repeat is None):
-            error = ApiError(
-                ErrorCode.RESUME_GONE, "No such detached stream, or its frames from there on are gone; create it anew."
-            )
-        if error is not None or holder is None or stream is None or repeat is None:
-            assert error is not None
+        error = self._take_over(message)
+        if error is not None:
             self._answer(messages.error_frame(error, id_rejected=message.id))
-            return
+
+    def _take_over(self, message: messages.Resume) -> ApiError | None:
+        """Make the stream one of this session; why not, otherwise."""
+        assert self.identity is not None
+        if self.state is not SessionState.DRAINING and (error := self._why_not(self.identity)) is not None:
+            return error
+        gone = ApiError(
+            ErrorCode.RESUME_GONE, "No such detached stream, or its frames from there on are gone; create it anew."
+        )
+        holder = self._host.find_session(message.session)
+        if holder is None or holder.identity is None or holder.identity.tenant != self.identity.tenant:
+            return gone
+        stream = holder.detached(message.id)
+        repeat = stream.replay_after(message.after) if stream is not None else None
+        if stream is None or repeat is None:
+            return gone
         holder.release(stream)
         self._forget(message.id)
         self._live[stream.id] = stream
         stream.move(self, repeat)
+        return None
 
     # Small parts
 

@@ -111,6 +111,29 @@ def test_resume_gone(case: str) -> None:
         assert kinds(good.send("resume", session=secret, id="r", after=0)) == ["delta"], "the refusal changed nothing"
 
 
+def test_a_stream_that_was_taken_over_belongs_to_the_new_socket_only() -> None:
+    old = opened()
+    script = old.create("r", detach=True)
+    new = resume(old)
+    assert (old.session.num_streams, new.session.num_streams) == (0, 1)
+    assert codes(old.send("cancel", id="r")) == ["unknown_id"]
+    old.lose()
+    old.session.expire(CancelReason.DISCONNECT)
+    assert script.cancels == []
+    script.finish()
+    assert kinds(new.frames[1:] + new.read()) == ["created", "done"], "what the old socket had not shown comes once"
+
+
+def test_only_the_latest_ended_streams_are_kept_for_resume() -> None:
+    old = opened(max_streams=2)
+    for name in ("a", "b", "c"):
+        old.create(name, detach=True).finish()
+        old.read()
+    old.lose()
+    assert codes(resume(old, "a").frames[1:]) == ["resume_gone"]
+    assert kinds(resume(old, "b").frames[1:]) == kinds(resume(old, "c").frames[1:]) == ["created", "done"]
+
+
 def test_resume_onto_a_live_id_is_a_duplicate() -> None:
     old = opened()
     old.create("r", detach=True)
