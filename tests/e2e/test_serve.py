@@ -1,6 +1,7 @@
 """``headrace serve`` as a process: what it holds, how it starts, and how it ends. Most tests use the fake runner."""
 
 import json
+import re
 import shutil
 import signal
 import ssl
@@ -104,11 +105,16 @@ def engine_of(server: LiveServer) -> psutil.Process:
     return engine
 
 
-def wait_until_ready(server: LiveServer) -> None:
+def until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + WAIT_S
-    while httpx.get(server.url + "/readyz").status_code != 200:
-        assert server.process.poll() is None and time.monotonic() < end_s
+    while not condition():
+        assert time.monotonic() < end_s
         time.sleep(0.05)
+
+
+def gauge(exposition: str, name: str) -> float:
+    [value] = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", exposition, re.MULTILINE)
+    return float(value)
 
 
 def mapped(pid: int) -> str:
@@ -223,7 +229,7 @@ def test_a_killed_engine_comes_back_where_asked_to(start_fake: StartFake, open_s
     assert stream.end()["error"]["code"] == "engine_lost"
     assert httpx.get(server.url + "/readyz").status_code == 503
     assert httpx.get(server.url + "/livez").status_code == 200
-    wait_until_ready(server)
+    until(lambda: httpx.get(server.url + "/readyz").status_code == 200)
     assert open_stream(server, 20).end()["type"] == "done"
     assert server.stop() == ExitCode.CLEAN
 
@@ -262,6 +268,19 @@ def test_tls(start_fake: StartFake, tmp_path: Path) -> None:
     assert httpx.get(server.url + "/readyz", verify=trust).status_code == 200
     with connect(server.stream_url, subprotocols=[Subprotocol("headrace.v1")], ssl=trust) as socket:
         assert json.loads(socket.recv(timeout=WAIT_S))["type"] == "welcome"
+
+
+def test_sockets_and_streams_are_counted(start_fake: StartFake, open_stream: OpenStream) -> None:
+    server = start_fake()
+    stream = open_stream(server, 1900)
+    text = httpx.get(server.url + "/metrics").text
+    assert gauge(text, "headrace_ws_connections") == 1
+    assert gauge(text, "headrace_ws_streams_active") == 1
+    stream.socket.close(4999)
+    until(lambda: gauge(httpx.get(server.url + "/metrics").text, "headrace_ws_connections") == 0)
+    text = httpx.get(server.url + "/metrics").text
+    assert gauge(text, "headrace_ws_streams_active") == 0
+    assert re.search(r'headrace_ws_closes_total{[^}]*code="other"[^}]*} 1.0', text)
 
 
 def test_nothing_is_left_behind(start_fake: StartFake) -> None:
