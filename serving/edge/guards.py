@@ -13,6 +13,7 @@ from typing import Any, cast
 from uvicorn._types import ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import Frame
@@ -218,6 +219,10 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._cut_later()
 
     async def send(self, message: ASGISendEvent) -> None:
+        if self.handshake_complete:
+            await self.writable.wait()
+            if self.close_sent:  # by a limit or the keepalive: nothing that the application could know
+                raise ClientDisconnected
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
             self.handshake_complete = True  # uvicorn would log every refused upgrade as an incomplete handshake
@@ -238,7 +243,11 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self.loop.call_later(self._limits.linger_s, self.transport.abort)
 
     def keepalive_timeout(self) -> None:
+        """uvicorn tells the application only when the connection is gone, which unread bytes delay, and not why."""
+        was_open = not self.close_sent and not self.transport.is_closing()
         super().keepalive_timeout()
+        if was_open:
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": 1011, "reason": "no pong in time"})
         self._cut_later()
 
     def handle_text(self, event: Frame) -> None:

@@ -267,12 +267,10 @@ class _Socket:
         reason, code = CancelReason.DISCONNECT, 1006
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                code = writer.result()
-                if code == CloseCode.TOO_SLOW:
-                    reason = CancelReason.SLOW_CLIENT
-            else:
-                code = reader.result()
+            closed = writer.result() if writer.done() else None
+            if closed == CloseCode.TOO_SLOW:
+                reason = CancelReason.SLOW_CLIENT
+            code = await reader if closed is None else closed
         finally:
             hello_timer.cancel()
             for task in (reader, writer, idle_timer):
@@ -325,12 +323,13 @@ class _Socket:
         else:
             stream.started(job)
 
-    async def _write(self) -> int:
-        """Write what the session gives, until the socket is closed; returns the close code."""
+    async def _write(self) -> int | None:
+        """Write what the session gives, until the socket is closed; returns the close code. None: the connection is
+        lost, and the reader hears how."""
         try:
             return await self._write_all()
         except OSError:
-            return 1006
+            return None
 
     async def _write_all(self) -> int:
         session = self.session
