@@ -86,8 +86,6 @@ class ForcedDecoder:
             position_T=jnp.concatenate([meta.position_B, position_T]),
             meta=meta,
         )
-        hidden_TD, pool = forward(
-            weights, inputs, pool, self._model_config, implementation=Implementation.REFERENCE
-        )
+        hidden_TD, pool = forward(weights, inputs, pool, self._model_config, implementation=Implementation.REFERENCE)
         logprob_TV = jax.nn.log_softmax(logits(weights, hidden_TD[layout.rows :]))
         return pool, jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]
