@@ -1,7 +1,8 @@
 """Cases: public bugs of other servers, tried on a real server with the real model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,12 @@ from tests.cases import servers
 from tests.cases.case_client import CaseClient
 from tests.cases.five_checks import FiveChecks
 from tests.live import LiveServer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Reference = Callable[[Sequence[int]], "np.ndarray"]
+REFERENCE_TOKENS = 64
 
 
 @pytest.fixture
@@ -46,3 +53,21 @@ def fake_checks(fake_server: LiveServer) -> Iterator[FiveChecks]:
 def tokenizer(smollm2_path: Path) -> Tokenizer:
     """The served model's own; its table of bytes per id is the reference for texts."""
     return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def reference(smollm2_path: Path) -> Reference:
+    """At most REFERENCE_TOKENS ids -> float32 [S, V]: the logits behind each, from the decoder without a cache."""
+    import numpy as np
+
+    from headrace.model.load import load_model
+    from headrace.model.oracle import logits_SV
+
+    model = load_model(smollm2_path)
+
+    def logits(ids: Sequence[int]) -> "np.ndarray":
+        """Padded behind, where nothing looks, so that one shape is compiled."""
+        padded = [*ids, *[0] * (REFERENCE_TOKENS - len(ids))]
+        return np.asarray(logits_SV(model.weights, model.config, padded))[: len(ids)]
+
+    return logits
