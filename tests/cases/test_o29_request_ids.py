@@ -9,15 +9,17 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from scripts.stream_client import History, StreamClient
+from tests.cases import servers
 from tests.cases.five_checks import FiveChecks
 from tests.live import LiveServer
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True, "temperature": 0, "seed": 0}
 
 
-@pytest.fixture(autouse=True)
-def checks(fake_checks: FiveChecks) -> Iterator[FiveChecks]:
-    yield fake_checks
+@pytest.fixture(autouse=True, scope="module")
+def checks(fake_server: LiveServer) -> Iterator[FiveChecks]:
+    with servers.five_checks(fake_server) as checks:
+        yield checks
 
 
 async def test_a_duplicate_is_refused_and_the_live_stream_is_untouched(

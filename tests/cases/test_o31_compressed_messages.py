@@ -12,6 +12,7 @@ import websockets
 from websockets.frames import Frame, Opcode
 
 from headrace.serving.edge.messages import MAX_FRAME_BYTES
+from tests.cases import servers
 from tests.cases.five_checks import FiveChecks
 from tests.cases.raw import edge_bytes, head_of_answer, raw_client, status_of, upgrade
 from tests.live import LiveServer
@@ -24,9 +25,10 @@ OFFERS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def checks(fake_checks: FiveChecks) -> Iterator[FiveChecks]:
-    yield fake_checks
+@pytest.fixture(autouse=True, scope="module")
+def checks(fake_server: LiveServer) -> Iterator[FiveChecks]:
+    with servers.five_checks(fake_server) as checks:
+        yield checks
 
 
 def deflated(data: bytes) -> bytes:

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cases import servers
 from tests.cases.five_checks import FiveChecks
 from tests.cases.raw import head_of_answer, port_of, status_of, upgrade
 from tests.live import LiveServer
 
 
-@pytest.fixture(autouse=True)
-def checks(fake_checks: FiveChecks) -> Iterator[FiveChecks]:
-    yield fake_checks
+@pytest.fixture(autouse=True, scope="module")
+def checks(fake_server: LiveServer) -> Iterator[FiveChecks]:
+    with servers.five_checks(fake_server) as checks:
+        yield checks
 
 
 def get(server: LiveServer, *headers: str, path: str = "/v1/models", host: str | None = None) -> bytes:
