@@ -1,5 +1,6 @@
 """Device arrays, compiled programs and steps in flight: the runner of the step loop."""
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class JaxRunner:
         self._tenants: dict[int, _Tenant] = {}
         self._in_flight: deque[int] = deque()
         self._compile_log = CompileLog()
+        # JAX keeps its listeners: the log of a runner that is gone would report the compiles of the next one.
+        self._stop_log = weakref.finalize(self, self._compile_log.close)
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
         """Compile every program and run each once, on padding. See ``ports.Runner``."""
@@ -146,7 +149,7 @@ class JaxRunner:
 
     def close(self) -> None:
         """Stop counting compilations; device memory goes with the object."""
-        self._compile_log.close()
+        self._stop_log()
 
     def poison_pages(self, page_ids: Sequence[int]) -> None:
         """Tests only: overwrite pages of all layers with NaN, so that a read of one shows in every result."""
