@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from headrace.serving.edge.http_json import EXCEPTION_HANDLERS
@@ -24,5 +24,5 @@ def build_app(
     """security wraps everything, HTTP and WebSocket alike. extra_routes: the page, say."""
     routes: list[BaseRoute] = [*openai_routes(service), *ops_routes(service), *extra_routes]
     if stream_endpoint is not None:
-        routes.append(WebSocketRoute(STREAM_PATH, stream_endpoint))
+        routes += [WebSocketRoute(STREAM_PATH, stream_endpoint), Route(STREAM_PATH, stream_endpoint)]
     return security(Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import websockets
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -21,10 +23,12 @@ from websockets.uri import parse_uri
 from headrace.serving.edge.guards import ConnectionLimits
 from headrace.serving.edge.keys import KeyRing
 from headrace.serving.edge.messages import SUBPROTOCOL
+from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.security import Doorkeeper, SecurityLayer, SecurityPolicy
 from headrace.serving.edge.server import Drainable, ExitCode, ServerConfig, ServerControl, bind, serve
 from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from tests.serving.edge.fakes import FakeEngine
 from tests.serving.edge.scripted import ScriptedService
 
 Json = dict[str, Any]
@@ -34,6 +38,7 @@ Json = dict[str, Any]
 class Edge:
     service: ScriptedService
     endpoint: StreamEndpoint
+    metrics: Metrics
     control: ServerControl
     serving: asyncio.Task[ExitCode]
     port: int
@@ -45,6 +50,11 @@ class Edge:
     def connect(self, **options: Any) -> websockets.connect:
         options = {"subprotocols": [SUBPROTOCOL], "compression": None, "proxy": None, "ping_interval": None} | options
         return websockets.connect(self.url, **options)
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """Values as scraped, added up; labels: part of the label list."""
+        line = rf"^headrace_{name}{{[^}}]*{labels}[^}}]*}} (\S+)$"
+        return sum(map(float, re.findall(line, self.metrics.exposition().decode(), re.MULTILINE)))
 
     @asynccontextmanager
     async def opened(self, **options: Any) -> AsyncIterator["Client"]:
@@ -178,10 +188,15 @@ async def running_edge(
     service = ScriptedService()
     door = Doorkeeper(SecurityPolicy(keys=keys, **(policy or {})))
     config = StreamConfig(session=SessionConfig(server="headrace/test", **(session or {})), **(stream or {}))
-    endpoint = StreamEndpoint(service, door, config)
+    metrics = Metrics("scripted", FakeEngine())
+    endpoint = StreamEndpoint(service, door, config, metrics=metrics)
     app = SecurityLayer(
         Starlette(
-            routes=[WebSocketRoute("/v1/stream", endpoint), Route("/livez", lambda request: PlainTextResponse("ok"))]
+            routes=[
+                WebSocketRoute("/v1/stream", endpoint),
+                Route("/v1/stream", endpoint),
+                Route("/livez", lambda request: PlainTextResponse("ok")),
+            ]
         ),
         door,
     )
@@ -196,7 +211,7 @@ async def running_edge(
         serve(app, server_config, (endpoint, *drains), listener=listener, control=control, signals=signals)
     )
     await control.listening.wait()
-    edge = Edge(service, endpoint, control, serving, port)
+    edge = Edge(service, endpoint, metrics, control, serving, port)
     try:
         yield edge
     finally:
@@ -212,3 +227,19 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def text_of(frames: list[Json]) -> str:
+    return "".join(str(frame["text"]) for frame in frames if frame["type"] == "delta")
+
+
+def numbers(frames: list[Json]) -> list[object]:
+    return [frame["seq"] for frame in frames]
+
+
+async def refused_status(connecting: websockets.connect) -> tuple[int, Json]:
+    with pytest.raises(websockets.InvalidStatus) as caught:
+        async with connecting:
+            pass
+    response = caught.value.response
+    return response.status_code, json.loads(response.body or b"{}")

@@ -65,6 +65,12 @@ async def test_bad_upgrades_are_answered_and_closed(head: str, expected: int) ->
         assert status(await talk(edge, f"GET /v1/stream HTTP/1.1\r\n{head}\r\n".encode())) == expected
 
 
+async def test_the_path_of_the_socket_says_what_it_is() -> None:
+    async with running_edge() as edge:
+        answer = await talk(edge, b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert status(answer) == 404 and b"WebSocket" in answer
+
+
 async def test_a_slow_head_and_a_silent_connection_time_out() -> None:
     async with running_edge(limits={"head_s": 0.3, "linger_s": 0.1}) as edge:
         answers = await asyncio.gather(talk(edge, b""), talk(edge, b"GET /livez HT"), talk(edge, GET))

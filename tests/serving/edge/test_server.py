@@ -3,7 +3,9 @@
 import asyncio
 import signal
 import socket
+import ssl
 import sys
+from pathlib import Path
 
 import pytest
 import websockets
@@ -11,6 +13,9 @@ import websockets
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.edge.server import ExitCode, ServerConfig, bind, url_of
 from tests.serving.edge.live_edge import Edge, RawClient, running_edge, until
+
+PEM = Path(__file__).with_name("localhost.pem")
+"""A self-signed certificate for localhost and its key, for these tests only."""
 
 
 class SlowWork:
@@ -82,6 +87,18 @@ async def test_the_port_can_be_taken_again_at_once() -> None:
         await client.create("r", text="x")
         await client.until_end("r")
     bind(ServerConfig(port=edge.port)).close()
+
+
+async def test_tls() -> None:
+    trust = ssl.create_default_context(cafile=PEM)
+    async with running_edge(server={"tls_cert": PEM, "tls_key": PEM}) as edge:
+        async with websockets.connect(
+            edge.url.replace("ws:", "wss:"), ssl=trust, subprotocols=["headrace.v1"], proxy=None
+        ) as connection:
+            assert '"welcome"' in str(await connection.recv())
+        with pytest.raises(websockets.InvalidMessage):
+            async with edge.connect():
+                pass
 
 
 # Shutdown

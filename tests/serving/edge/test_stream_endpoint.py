@@ -1,48 +1,20 @@
-"""The native WebSocket through a real server and real clients: streams, slow and dead clients, bounds, resume."""
+"""The native WebSocket through a real server and real clients: streams, slow and dead clients, bounds."""
 
 import asyncio
-import base64
 import json
 import socket
 import struct
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import websockets
 from websockets.frames import Opcode
 
 from headrace.serving.core.request import CancelReason
-from headrace.serving.edge.keys import KeyRing, digest_line, new_key
-from headrace.serving.edge.messages import MAX_FRAME_BYTES, SUBPROTOCOL
-from tests.serving.edge.live_edge import RawClient, running_edge, small_socket, until
+from headrace.serving.edge.messages import MAX_FRAME_BYTES
+from tests.serving.edge.live_edge import RawClient, numbers, running_edge, small_socket, text_of, until
 
-KEY = new_key()
 FAST_PINGS = {"ping_interval_s": 0.2, "ping_timeout_s": 0.2}
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> KeyRing:
-    path = tmp_path / "keys"
-    path.write_text(digest_line("alice", KEY))
-    path.chmod(0o600)
-    return KeyRing(path)
-
-
-def text_of(frames: list[dict[str, object]]) -> str:
-    return "".join(str(frame["text"]) for frame in frames if frame["type"] == "delta")
-
-
-def numbers(frames: list[dict[str, object]]) -> list[object]:
-    return [frame["seq"] for frame in frames]
-
-
-async def refused_status(connecting: websockets.connect) -> tuple[int, dict[str, object]]:
-    with pytest.raises(websockets.InvalidStatus) as caught:
-        async with connecting:
-            pass
-    response = caught.value.response
-    return response.status_code, json.loads(response.body or b"{}")
 
 
 # Streams
@@ -92,6 +64,22 @@ async def test_cancel_and_duplicate_ids() -> None:
         assert edge.service.scripts[0].cancels == [CancelReason.CLIENT]
 
 
+async def test_sockets_streams_and_closes_are_counted() -> None:
+    async with running_edge() as edge:
+        async with edge.opened() as client:
+            await client.create("r", hold=True)
+            await client.receive()
+            assert edge.metric("ws_connections") == edge.metric("ws_streams_active") == 1
+            await client.connection.close(4999)
+        async with edge.opened() as client:
+            await client.connection.send("no json")
+            assert await client.close_code() == 4400
+        await until(lambda: edge.endpoint.num_sockets == 0)
+        assert edge.metric("ws_connections") == edge.metric("ws_streams_active") == 0
+        assert edge.metric("ws_closes_total", 'code="4400"') == 1
+        assert edge.metric("ws_closes_total", 'code="other"') == 1, "a client's own codes share one label"
+
+
 # Slow, stuck and dead clients
 
 
@@ -118,7 +106,7 @@ async def test_what_a_slow_reader_has_not_taken_is_merged_and_nothing_is_lost() 
 
 async def test_a_client_that_does_not_read_is_closed_and_its_streams_cancelled() -> None:
     async with running_edge(stream={"write_stall_s": 0.3}) as edge, RawClient.open(edge, holds_bytes=1 << 16) as client:
-        client.say("create", id="r", endpoint="chat", body={"big": 1000, "every_s": 0.0001})
+        client.say("create", id="r", endpoint="chat", body={"big": 10**6, "every_s": 0.0005})
         await until(lambda: edge.endpoint.num_sockets == 0 and bool(edge.service.scripts))
         assert edge.service.scripts[0].cancels == [CancelReason.SLOW_CLIENT]
         assert await client.close_code() == 4408, "a client that wakes up learns why"
@@ -127,7 +115,7 @@ async def test_a_client_that_does_not_read_is_closed_and_its_streams_cancelled()
 async def test_a_client_that_never_wakes_up_is_cut_off() -> None:
     short = {"stream": {"write_stall_s": 0.3}, "limits": {"close_grace_s": 0.3, "linger_s": 0.1}}
     async with running_edge(**short) as edge, RawClient.open(edge, holds_bytes=1 << 16) as client:
-        client.say("create", id="r", endpoint="chat", body={"big": 1000, "every_s": 0.0001})
+        client.say("create", id="r", endpoint="chat", body={"big": 10**6, "every_s": 0.0005})
         await until(lambda: edge.endpoint.num_sockets == 0 and bool(edge.service.scripts))
         with pytest.raises((EOFError, ConnectionError)):
             for _ in range(1000):
@@ -275,123 +263,3 @@ async def test_fragments_that_never_end_are_cut_off() -> None:
 async def test_an_idle_socket_is_closed() -> None:
     async with running_edge(stream={"idle_s": 0.2}) as edge, edge.opened() as client:
         assert await client.close_code() == 1000
-
-
-# Authentication
-
-
-async def test_the_three_ways_to_show_a_key(keys: KeyRing) -> None:
-    encoded = base64.urlsafe_b64encode(KEY.encode()).decode().rstrip("=")
-    async with running_edge(keys=keys) as edge:
-        async with edge.opened(additional_headers={"Authorization": f"Bearer {KEY}"}) as client:
-            await client.create("r", text="x")
-            await client.until_end("r")
-        async with edge.opened(subprotocols=[SUBPROTOCOL, f"bearer.{encoded}"]) as client:
-            assert client.connection.subprotocol == SUBPROTOCOL
-            assert encoded not in str(client.connection.response.headers)
-            await client.create("r", text="x")
-            await client.until_end("r")
-        async with edge.connect() as connection:
-            await connection.send(json.dumps({"type": "hello", "token": KEY, "client": "test/1"}))
-            assert json.loads(await connection.recv())["type"] == "welcome"
-        assert edge.service.tenants == ["alice", "alice"]
-
-
-async def test_no_or_wrong_keys(keys: KeyRing) -> None:
-    async with running_edge(keys=keys) as edge:
-        status, body = await refused_status(edge.connect(additional_headers={"Authorization": "Bearer wrong"}))
-        assert status == 401 and body["error"]["code"] == "invalid_api_key"  # type: ignore[index]
-        for first in ('{"type":"hello","token":"wrong"}', '{"type":"ping"}'):
-            async with RawClient.open(edge) as client:
-                client.send_frame(Opcode.TEXT, first.encode())
-                assert await client.close_code() == 4401
-        assert edge.service.scripts == []
-
-
-async def test_a_socket_that_says_no_hello_is_closed(keys: KeyRing) -> None:
-    async with running_edge(keys=keys, stream={"hello_s": 0.2}) as edge, RawClient.open(edge) as client:
-        assert await client.close_code() == 4408
-
-
-async def test_sockets_without_hello_and_sockets_per_key_are_limited(keys: KeyRing) -> None:
-    header = {"additional_headers": {"Authorization": f"Bearer {KEY}"}}
-    async with running_edge(keys=keys, stream={"max_unauthenticated": 2, "max_sockets_per_key": 2}) as edge:
-        async with edge.connect(), edge.connect():
-            assert (await refused_status(edge.connect()))[0] == 429
-            async with edge.opened(**header), edge.opened(**header):
-                assert (await refused_status(edge.connect(**header)))[0] == 429
-            await until(lambda: edge.endpoint.num_sockets == 2)
-            async with edge.opened(**header), edge.opened(**header):
-                pass
-        await until(lambda: edge.endpoint.num_sockets == 0)
-        async with edge.opened(**header), edge.opened(**header), edge.connect() as third:
-            await third.send(json.dumps({"type": "hello", "token": KEY}))
-            with pytest.raises(websockets.ConnectionClosed) as caught:
-                await third.recv()
-            assert caught.value.rcvd is not None and caught.value.rcvd.code == 4429
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "word"),
-    [
-        ({"subprotocols": None}, 400, "headrace.v1"),
-        ({"subprotocols": ["graphql-ws"]}, 400, "headrace.v1"),
-        ({"origin": "https://evil.example"}, 403, "--allow-origin"),
-    ],
-)
-async def test_refused_before_the_upgrade(options: dict[str, object], status: int, word: str) -> None:
-    async with running_edge() as edge:
-        seen, body = await refused_status(edge.connect(**options))
-        assert seen == status and word in body["error"]["message"]  # type: ignore[index]
-        assert edge.endpoint.num_sockets == 0
-
-
-# Resume
-
-
-async def test_resume_after_a_lost_connection() -> None:
-    text = "the quick brown fox " * 20
-    async with running_edge() as edge:
-        async with edge.opened() as first:
-            await first.create("r", text=text, every_s=0.001, detach=True)
-            await first.create("plain", hold=True)
-            frames = []
-            while len(frames) < 30:
-                frame = await first.receive()
-                if frame["id"] == "r":
-                    frames.append(frame)
-            first.connection.transport.abort()
-        await until(lambda: edge.endpoint.num_sockets == 0)
-        assert edge.endpoint.num_streams == 1
-        async with edge.opened() as second:
-            await second.send("resume", session=first.session, id="r", after=frames[-1]["seq"])
-            frames += await second.until_end("r")
-            assert numbers(frames) == list(range(len(frames)))
-            assert text_of(frames) == text and frames[-1]["type"] == "done"
-            await second.send("resume", session=first.session, id="plain")
-            assert (await second.receive())["error"]["code"] == "resume_gone"
-
-
-async def test_a_detached_stream_that_nobody_resumes_is_cancelled() -> None:
-    async with running_edge(session={"resume_s": 0.3}) as edge:
-        async with edge.opened() as client:
-            await client.create("r", hold=True, detach=True)
-            await client.receive()
-        await until(lambda: edge.endpoint.num_sockets == 0)
-        assert edge.service.running == 1
-        await until(lambda: edge.service.running == 0)
-        assert edge.service.scripts[0].cancels == [CancelReason.DISCONNECT]
-        async with edge.opened() as late:
-            await late.send("resume", session=client.session, id="r")
-            assert (await late.receive())["error"]["code"] == "resume_gone"
-
-
-async def test_lost_sessions_are_bounded() -> None:
-    async with running_edge(stream={"max_parked": 3}) as edge:
-        for _ in range(6):
-            async with edge.opened() as client:
-                await client.create("r", hold=True, detach=True)
-                await client.receive()
-        await until(lambda: edge.endpoint.num_sockets == 0)
-        assert edge.service.running == 3
-        assert [bool(script.cancels) for script in edge.service.scripts] == [True] * 3 + [False] * 3
