@@ -78,6 +78,8 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
     return weights.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights.layers))
 
 
+# Jitted by itself, so that unrolled layers are traced and lowered once per program and not once per layer.
+@functools.partial(jax.jit, static_argnames=("cfg", "implementation"))
 def _layer(
     x_TD: Array,
     pool_RKWC: Array,

@@ -99,6 +99,8 @@ def _attend(
     pages = _block_pages(page_tokens)
     block = pages * page_tokens
     head_K1 = jnp.arange(num_kv_heads)[:, None]
+    # Keys and values stay side by side: zeros in the query and a cut at the end cost less than cutting every block.
+    q_UKXC = jnp.pad(q_UKXH, ((0, 0), (0, 0), (0, 0), (0, width)))
 
     def step(j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, acc = state
@@ -111,16 +113,16 @@ def _attend(
         # Values behind the end may be NaN (a page's last tenant), and 0 * NaN is not 0.
         written_UY = position_Y < visible_UX.max(axis=1, keepdims=True)
         kv_UKYC = jnp.where(written_UY[:, None, :, None], kv_UKYC, 0)
-        score = jnp.einsum("ukxh,ukyh->ukxy", q_UKXH, kv_UKYC[..., :width], precision=lax.Precision.HIGHEST)
+        score = jnp.einsum("ukxc,ukyc->ukxy", q_UKXC, kv_UKYC, precision=lax.Precision.HIGHEST)
         seen_UXY = position_Y < visible_UX[:, :, None]
         score = jnp.where(seen_UXY[:, None], score, -jnp.inf)
         new_top = jnp.maximum(top, score.max(axis=-1))
         factor = jnp.exp(top - new_top)
         weight = jnp.exp(score - new_top[..., None])
-        value = jnp.einsum("ukxy,ukyh->ukxh", weight, kv_UKYC[..., width:], precision=lax.Precision.HIGHEST)
+        value = jnp.einsum("ukxy,ukyc->ukxc", weight, kv_UKYC, precision=lax.Precision.HIGHEST)
         return new_top, total * factor + weight.sum(axis=-1), acc * factor[..., None] + value
 
     shape = (sequences, num_kv_heads, queries)
-    start = (jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, width)))
+    start = (jnp.full(shape, LOWEST), jnp.zeros(shape), jnp.zeros((*shape, 2 * width)))
     _, total, acc = lax.fori_loop(0, (num_keys + block - 1) // block, step, start)
-    return acc / jnp.where(total > 0, total, 1)[..., None]
+    return acc[..., width:] / jnp.where(total > 0, total, 1)[..., None]

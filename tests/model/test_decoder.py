@@ -1,0 +1,226 @@
+"""The paged decoder against the oracle, which shares nothing with it, and against itself in other arrangements."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from headrace.model import decoder, oracle
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import StepInputs, forward, pool_shape, stack_layers
+from headrace.model.init import init_weights
+from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import AttnMeta
+from tests.model.tiny import TINY
+
+PAGE, BLOCK, PAGES, MAX_PAGES = 4, 8, 64, 16
+UNTIED = ModelConfig(
+    family="llama",
+    vocab_size=80,
+    num_layers=3,
+    width=48,
+    ffn_width=64,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_context=64,
+    rope_theta=5000.0,
+    rms_norm_eps=1e-6,
+    tied_embeddings=False,
+)
+IDS = tuple(int(i) for i in np.random.default_rng(0).integers(0, 80, 45))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """count tokens of ids from start on, in pages."""
+
+    ids: tuple[int, ...]
+    start: int
+    count: int
+    pages: tuple[int, ...]
+
+
+@functools.cache
+def step(cfg: ModelConfig):  # type: ignore[no-untyped-def]
+    def run(weights: Weights[jax.Array], inputs: StepInputs, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden, pool = forward(weights, inputs, pool, cfg)
+        return decoder.logits(weights, hidden), pool
+
+    return jax.jit(run)
+
+
+def batch(decode: list[Segment | None], prefill: list[Segment], blocks: int) -> tuple[StepInputs, list[int]]:
+    """Inputs, and the flat index of each sequence's last token."""
+    sequences = [*decode, *prefill]
+    table = np.zeros((len(sequences), MAX_PAGES), np.int32)
+    for row, segment in enumerate(sequences):
+        if segment is not None:
+            table[row, : len(segment.pages)] = segment.pages
+    token = np.zeros(len(decode) + blocks * BLOCK, np.int32)
+    position = np.zeros_like(token)
+    block_rows = np.zeros((blocks, 3), np.int32)
+    block_rows[:, 0] = len(decode)
+    last = []
+    for row, segment in enumerate(decode):
+        if segment is not None:
+            assert segment.count == 1
+            token[row], position[row] = segment.ids[segment.start], segment.start
+        last.append(row)
+    first = 0
+    for index, segment in enumerate(prefill):
+        flat = len(decode) + first * BLOCK
+        token[flat : flat + segment.count] = segment.ids[segment.start : segment.start + segment.count]
+        for offset in range(0, segment.count, BLOCK):
+            block_rows[first] = len(decode) + index, segment.start + offset, min(BLOCK, segment.count - offset)
+            first += 1
+        last.append(flat + segment.count - 1)
+    in_block = np.arange(BLOCK)
+    position[len(decode) :] = (block_rows[:, 1:2] + in_block).reshape(-1)
+    meta = AttnMeta(
+        position_B=position[: len(decode)],
+        page_table_ZM=table,
+        kv_len_Z=np.array([0 if s is None else s.start + s.count for s in sequences], np.int32),
+        blk_seq_J=block_rows[:, 0].copy(),
+        blk_pos_J=block_rows[:, 1].copy(),
+        blk_len_J=block_rows[:, 2].copy(),
+    )
+    return StepInputs(token_T=token, position_T=position, meta=meta), last
+
+
+def run(
+    cfg: ModelConfig,
+    weights: Weights[jax.Array],
+    pool: jax.Array,
+    decode: list[Segment | None],
+    prefill: list[Segment],
+    blocks: int,
+) -> tuple[np.ndarray, jax.Array]:
+    """Logits after each sequence's last token."""
+    inputs, last = batch(decode, prefill, blocks)
+    out, pool = step(cfg)(weights, inputs, pool)
+    return np.asarray(out)[last], pool
+
+
+def new_pool(cfg: ModelConfig, fill: float = 0.0) -> jax.Array:
+    """The null page is zeros; others hold fill."""
+    pool = np.full(pool_shape(cfg, PAGES, PAGE), fill, np.float32)
+    pool[::PAGES] = 0
+    return jnp.asarray(pool)
+
+
+def pages(seed: int, count: int = 12) -> tuple[int, ...]:
+    return tuple(int(p) for p in np.random.default_rng(seed).permutation(np.arange(1, PAGES))[:count])
+
+
+def chunked(cfg: ModelConfig, weights: Weights[jax.Array], length: int, chunk: int, own: tuple[int, ...]) -> np.ndarray:
+    """Logits after a prompt that is read in chunks."""
+    pool, out = new_pool(cfg), None
+    for start in range(0, length, chunk):
+        segment = Segment(IDS, start, min(chunk, length - start), own)
+        out, pool = run(cfg, weights, pool, [None], [segment], blocks=6)
+    return out[1]
+
+
+@functools.cache
+def weights_of(cfg: ModelConfig) -> Weights[jax.Array]:
+    return jax.device_put(init_weights(cfg, seed=7))
+
+
+@functools.cache
+def expected(cfg: ModelConfig) -> np.ndarray:
+    return np.asarray(oracle.logits_SV(weights_of(cfg), cfg, IDS))
+
+
+@pytest.mark.parametrize("cfg", [TINY, UNTIED], ids=["tied", "untied"])
+class TestOracle:
+    def test_decode_token_by_token(self, cfg: ModelConfig) -> None:
+        pool = new_pool(cfg)
+        for start in range(20):
+            out, pool = run(cfg, weights_of(cfg), pool, [Segment(IDS, start, 1, pages(1))], [], blocks=0)
+            np.testing.assert_allclose(out[0], expected(cfg)[start], atol=3e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("chunk", [4, 8, 16, 48])
+    def test_any_chunk_size(self, cfg: ModelConfig, chunk: int) -> None:
+        """O26: chunk borders at and beside blocks and pages; and prompts that end anywhere in them."""
+        for length in {min(n, len(IDS)) for n in (1, chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, 45)}:
+            out = chunked(cfg, weights_of(cfg), length, chunk, pages(2))
+            np.testing.assert_allclose(out, expected(cfg)[length - 1], atol=3e-5, rtol=1e-4)
+
+    def test_prefill_then_decode_with_others_in_every_step(self, cfg: ModelConfig) -> None:
+        other_ids = tuple(reversed(IDS))
+        own, other, third = pages(3)[:6], pages(3)[6:], tuple(sorted(set(range(1, PAGES)) - set(pages(3))))[:12]
+        prompt, rest = Segment(IDS, 0, 9, own), Segment(other_ids, 0, 16, other)
+        _, pool = run(cfg, weights_of(cfg), new_pool(cfg), [None, None, None], [prompt, rest], blocks=6)
+        for start in range(9, 20):
+            row = Segment(IDS, start, 1, own)
+            mate = Segment(other_ids, start + 7, 1, other)
+            chunk = Segment(IDS, 4 * (start - 9), 4, third)
+            out, pool = run(cfg, weights_of(cfg), pool, [mate, None, row], [chunk], blocks=6)
+            np.testing.assert_allclose(out[2], expected(cfg)[start], atol=3e-5, rtol=1e-4)
+
+    def test_scanned_layers_equal_unrolled_ones(self, cfg: ModelConfig) -> None:
+        segment = Segment(IDS, 0, 30, pages(4))
+        unrolled, pool = run(cfg, weights_of(cfg), new_pool(cfg), [None], [segment], blocks=6)
+        scanned, scanned_pool = run(cfg, stack_layers(weights_of(cfg)), new_pool(cfg), [None], [segment], blocks=6)
+        np.testing.assert_allclose(scanned[1], unrolled[1], atol=1e-5)
+        np.testing.assert_allclose(np.asarray(scanned_pool), np.asarray(pool), atol=1e-5)
+
+
+class TestBits:
+    """Within one program a row's bits depend on nothing but its own sequence."""
+
+    def prepared(self, own: tuple[int, ...], fill: float = 0.0) -> jax.Array:
+        """A pool in which the first 21 tokens of IDS are cached in own."""
+        _, pool = run(TINY, weights_of(TINY), new_pool(TINY, fill), [None], [Segment(IDS, 0, 21, own)], blocks=6)
+        return pool
+
+    def test_batch_mates_and_slot(self) -> None:
+        own = pages(5)
+        pool = self.prepared(own)
+        row = Segment(IDS, 21, 1, own)
+        alone, _ = run(TINY, weights_of(TINY), pool, [row, None, None, None], [], blocks=0)
+        free = tuple(sorted(set(range(1, PAGES)) - set(own)))
+        for slot in range(4):
+            mates = [Segment(IDS, 3 * slot + i, 1, free[10 * i : 10 * i + 10]) for i in range(4)]
+            decode = [*mates[:slot], row, *mates[slot + 1 :]]
+            out, _ = run(TINY, weights_of(TINY), pool, decode, [], blocks=0)
+            np.testing.assert_array_equal(out[slot], alone[0])
+
+    def test_mates_in_a_mixed_step(self) -> None:
+        own = pages(5)
+        pool = self.prepared(own)
+        free = tuple(sorted(set(range(1, PAGES)) - set(own)))[:MAX_PAGES]
+        row = Segment(IDS, 21, 1, own)
+        alone, _ = run(TINY, weights_of(TINY), pool, [row], [Segment(IDS, 0, 1, free)], blocks=6)
+        busy, _ = run(TINY, weights_of(TINY), pool, [row], [Segment(IDS, 0, 40, free)], blocks=6)
+        np.testing.assert_array_equal(busy[0], alone[0])
+
+    def test_page_permutation(self) -> None:
+        first, second = pages(5), pages(6)
+        results = []
+        for own in (first, second):
+            out, _ = run(
+                TINY, weights_of(TINY), self.prepared(own), [Segment(IDS, 21, 1, own), None, None, None], [], blocks=0
+            )
+            results.append(out[0])
+        np.testing.assert_array_equal(results[1], results[0])
+
+    def test_stale_pages(self) -> None:
+        """NaN in every page that the sequence has not written, its own last page included."""
+        own = pages(5)
+        results = []
+        for fill in (0.0, np.nan):
+            pool = self.prepared(own, fill)
+            out = []
+            for start in range(21, 30):
+                logits, pool = run(
+                    TINY, weights_of(TINY), pool, [Segment(IDS, start, 1, own), None, None, None], [], blocks=0
+                )
+                out.append(logits[0])
+            results.append(np.stack(out))
+        assert np.isfinite(results[1]).all()
+        np.testing.assert_array_equal(results[1], results[0])
