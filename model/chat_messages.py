@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_FIELDS = ("tool_calls", "tool_call_id")
+"""Templates of models that were not trained with tools do not read these."""
 _FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from headrace.model.chat_messages import ChatTemplateError, normalized
+from headrace.model.chat_messages import TOOL_FIELDS, ChatTemplateError, normalized
 from headrace.model.directory import ModelDirectory
 from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import GGUFFile, read_gguf
@@ -55,6 +55,8 @@ class ChatTemplate:
             raise ModelFileError(path, f"the chat template cannot be compiled: {error!s:.300}") from None
         self.variables: frozenset[str] = names - _OWN_NAMES - self._environment.globals.keys()
         """Names that ``variables`` of ``render_ids`` may have: those that the template reads."""
+        self.unread_fields: tuple[str, ...] = tuple(name for name in TOOL_FIELDS if name not in source)
+        """Fields of messages that the template does not show to the model."""
         self.content_hash: str = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
     def render_ids(

@@ -22,7 +22,8 @@ Values = Mapping[str, Any]
 class JobOptions:
     """How the caller wants the answer presented.
 
-    ignored_fields: unknown fields that were ignored (--allow-unknown-fields); to be sent as a warning.
+    ignored_fields: to be sent as a warning: unknown fields that were ignored (--allow-unknown-fields), and fields of
+    messages that the model's template does not read.
     """
 
     stream: bool = False

@@ -87,7 +87,7 @@ def _refused(name: str, *at_default: object, endpoints: tuple[Endpoint, ...] = B
 
 _APPLIED: tuple[Field, ...] = (
     _applied("model", Text(256), "the served model", "another name than a served one is 404"),
-    _applied("messages", Shaped(f"array of 1 to {MAX_MESSAGES} messages"), "required", endpoints=CHAT),
+    _applied("messages", Shaped(f"array of 1 to {MAX_MESSAGES} messages"), "required", "see *Messages*", CHAT),
     _applied(
         "prompt",
         Shaped(f"string, token ids, or an array of at most {MAX_PROMPTS} of either"),
@@ -107,7 +107,9 @@ _APPLIED: tuple[Field, ...] = (
     _applied("allowed_token_ids", TokenIds(1, 65_536), "null", "only these ids can be sampled"),
     _applied("max_tokens", Whole(1), "16 for completions, the rest of the context for chat"),
     _applied("max_completion_tokens", Whole(1), "as max_tokens", "another name for max_tokens"),
-    _applied("min_tokens", Whole(0), "0", "stop ids and stop strings work only after so many tokens"),
+    _applied(
+        "min_tokens", Whole(0), "0", "so many tokens come before a stop id; the last of them may complete a stop string"
+    ),
     _applied("stop", StopStrings(MAX_STOP_STRINGS, MAX_STOP_CHARS), "[]", "matched across tokens, not shown"),
     _applied("stop_token_ids", TokenIds(0, MAX_STOP_IDS), "[]", "beside the model's end-of-sequence ids"),
     _applied("include_stop_str_in_output", Flag(), "false", "show the stop string or the stop id's text"),

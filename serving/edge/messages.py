@@ -154,7 +154,11 @@ class Created(ServerMessage, tag="created", kw_only=True, frozen=True):
     queue_depth: Annotated[int, Meta(description="Requests that waited for the engine when this one was accepted.")]
     choices: Annotated[int, Meta(description="Choices that the stream has; indexes are 0 to choices - 1.")]
     ignored_fields: Annotated[
-        tuple[str, ...], Meta(description="Unknown body fields that were ignored (--allow-unknown-fields).")
+        tuple[str, ...],
+        Meta(
+            description="Unknown body fields that were ignored (--allow-unknown-fields), and fields of messages that "
+            "the model's chat template does not read, tool calls as a rule."
+        ),
     ] = ()
     prompt_token_ids: (
         Annotated[tuple[tuple[int, ...], ...], Meta(description="Per choice; only with `return_token_ids`.")]

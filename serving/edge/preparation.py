@@ -7,6 +7,7 @@ prompt delays neither other streams nor health checks. Whoever waits may go away
 import asyncio
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ NUM_THREADS = 2
 MAX_WAITING_JOBS = 256
 MAX_WAITING_BYTES = 64 << 20
 """Prompt bytes of all jobs that wait for a thread or are in one."""
+MAX_UNREAD = 8
 NAMESPACE_VERSION = "headrace-cache/1"
 
 T = TypeVar("T")
@@ -63,6 +65,19 @@ class Preparation:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def unread_fields(self, chat: ChatPrompt | None) -> tuple[str, ...]:
+        """Fields of messages that the model's template does not read; at most MAX_UNREAD of them are named."""
+        unread = self._template.unread_fields if self._template is not None else ()
+        if chat is None or not unread:
+            return ()
+        found = (
+            f"messages[{index}].{name}"
+            for index, message in enumerate(chat.messages)
+            for name in unread
+            if name in message
+        )
+        return tuple(itertools.islice(found, MAX_UNREAD))
 
     async def requests(self, body: ParsedBody, admission: Admission) -> tuple[Request, ...]:
         """One admitted request per prompt. Raises ApiError."""

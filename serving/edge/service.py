@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from headrace.model.chat_template import ChatTemplate
@@ -201,6 +201,7 @@ class Service:
         self._require_ready()
         self._require_room(num_choices, sum(len(request.prompt_ids) for request in requests))
         queue_depth = self.queue_depth
+        ignored = parsed.options.ignored_fields + self.preparation.unread_fields(parsed.chat)
         generations = tuple(self._generation(index, request, parsed) for index, request in enumerate(requests))
         self._submit(generations)
         return Job(
@@ -210,7 +211,7 @@ class Service:
             created=int(time.time()),
             queue_depth=queue_depth,
             contract=self.contract,
-            options=parsed.options,
+            options=replace(parsed.options, ignored_fields=ignored),
             generations=generations,
         )
 

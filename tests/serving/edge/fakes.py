@@ -53,6 +53,7 @@ class LineTemplate:
 
     content_hash = "line-template"
     variables = frozenset({"enable_thinking"})
+    unread_fields = ("tool_calls",)
 
     def render_ids(
         self,

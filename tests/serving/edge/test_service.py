@@ -14,7 +14,7 @@ from headrace.serving.edge.generation import Delta, Done, Failure
 from headrace.serving.edge.preparation import cache_namespace
 from headrace.serving.edge.service import Service
 from headrace.serving.engine.lifecycle import EngineState
-from tests.serving.edge.fakes import BOS, CONTEXT, EOS, ByteTokenizer, FakeEngine, LineTemplate, make_service
+from tests.serving.edge.fakes import BOS, CONTEXT, EOS, ByteTokenizer, FakeEngine, LineTemplate, make_service, ready
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -49,6 +49,19 @@ async def test_a_chat_gets_the_rest_of_the_context() -> None:
     assert list(job.prompt_ids(0)) == rendered
     assert engine.submitted[0].stop.max_tokens == CONTEXT - len(rendered)
     assert job.model == "alias"
+
+
+async def test_what_the_template_does_not_read_is_named() -> None:
+    """The tool calls of a mixed history do not vanish in silence where the model knows no tools."""
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    history = [*HI, {"role": "assistant", "content": None, "tool_calls": calls}] * 20
+    job = await make_service(FakeEngine()).start("chat", {"messages": [*history[:2], *HI], "max_tokens": 1})
+    assert job.options.ignored_fields == ("messages[1].tool_calls",)
+    assert (await make_service(FakeEngine()).start("chat", {"messages": HI})).options.ignored_fields == ()
+    long = await make_service(FakeEngine(ready_info=ready(max_context=8192, num_pages=600))).start(
+        "chat", {"messages": history}
+    )
+    assert len(long.options.ignored_fields) == 8
 
 
 async def test_chat_content_is_text_and_a_raw_prompt_is_read_as_it_stands() -> None:
