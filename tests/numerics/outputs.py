@@ -91,8 +91,8 @@ def _of_history(history: History) -> Output:
     [end] = history.terminals
     assert end["type"] == "done", end
     deltas: list[dict[str, Any]] = [frame for _, frame in history.of_type("delta")]
-    [(_, created)] = history.of_type("created")
-    [prompt_ids] = created["prompt_token_ids"]  # type: ignore[misc]
+    created: list[dict[str, Any]] = [frame for _, frame in history.of_type("created")]
+    [prompt_ids] = created[0]["prompt_token_ids"]
     return Output(
         prompt_ids=tuple(prompt_ids),
         ids=tuple(token for delta in deltas for token in delta["token_ids"]),

@@ -55,7 +55,8 @@ def assert_as_transformers(found: Sequence[Output]) -> None:
 
 
 def test_alone_with_a_cold_and_a_warm_prefix_cache(llm: LLM) -> None:
-    cold, warm = [], []
+    cold: list[Completion] = []
+    warm: list[Completion] = []
     for prompt in PROMPTS:
         for completions in (cold, warm):
             completions += generate(llm, prompt.prompt_ids)
