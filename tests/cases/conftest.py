@@ -9,7 +9,8 @@ import pytest
 from headrace.model.tokenizer import Tokenizer, load_tokenizer
 from tests.cases import servers
 from tests.cases.case_client import CaseClient
-from tests.cases.five_checks import FiveChecks
+from tests.cases.five_checks import CANARY_IDS, FiveChecks
+from tests.cases.tiny_model import TIGHT, write_tiny
 from tests.live import LiveServer
 
 if TYPE_CHECKING:
@@ -26,13 +27,20 @@ def client(live_server: LiveServer) -> Iterator[CaseClient]:
         yield client
 
 
-@pytest.fixture
-def checks(client: CaseClient) -> Iterator[FiveChecks]:
-    """The five checks on the session's server, made after the test. A module states that it wants them:
+@pytest.fixture(scope="module")
+def checks(live_server: LiveServer) -> Iterator[FiveChecks]:
+    """The five checks on the session's server, made after a case. A module states that it wants them:
     ``pytestmark = pytest.mark.usefixtures("checks")``."""
-    checks = FiveChecks(client.http)
-    yield checks
-    checks.verify()
+    with servers.five_checks(live_server, canary_ids=CANARY_IDS) as checks:
+        yield checks
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The real runner with a model of a few kilobytes, 49 pages for four requests, and chunks of two pages."""
+    folder = tmp_path_factory.mktemp("tiny")
+    with servers.tiny(folder / "log", write_tiny(folder / "model"), *TIGHT) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,8 @@ def test_a_limit_inside_a_character_cuts_it_alike_everywhere(client: CaseClient,
     prompt = "😀" * 12
 
     def cut(max_tokens: int) -> None:
-        for answer in client.everywhere("completion", {"prompt": prompt, "temperature": 0, "max_tokens": max_tokens}):
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "return_token_ids": True}
+        for answer in (client.whole("completion", body), client.native("completion", body)):
             assert answer.token_ids == (SMILEY * 4)[:max_tokens]
             assert answer.text == tokenizer.decode(answer.token_ids)
             assert answer.text == "😀" * (max_tokens // 3) + "\N{REPLACEMENT CHARACTER}" * (max_tokens % 3 > 0)
