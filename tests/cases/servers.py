@@ -1,7 +1,7 @@
 """Servers whose size and speed a case chooses: with the fake runner, or with a model of a few kilobytes."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from headrace.serving.app.build import EngineOptions, FakeOptions
 from headrace.serving.app.options import ServeOptions
 from tests.cases import fake_server
 from tests.cases.five_checks import FiveChecks, ask_canary
-from tests.live import LiveServer, start_command
+from tests.live import LiveServer, start_command, start_server
 
 FAKE_VOCAB = 49_152
 """Of the default model, whose tokenizer and template the fake servers have."""
@@ -61,10 +61,23 @@ def start_fake(log: Path, options: ServeOptions) -> LiveServer:
 
 
 @contextmanager
-def five_checks(server: LiveServer, *, key: str | None = None) -> Iterator[FiveChecks]:
-    """The five checks around a case on a server whose canary is taken before the case."""
+def five_checks(
+    server: LiveServer, *, key: str | None = None, canary_ids: Sequence[int] | None = None
+) -> Iterator[FiveChecks]:
+    """The five checks around a case. canary_ids: None takes what the server answers before the case."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
-        checks = FiveChecks(http, canary_ids=ask_canary(http))
+        checks = FiveChecks(http, canary_ids=canary_ids or ask_canary(http))
         yield checks
         checks.verify()
+
+
+@contextmanager
+def tiny(log: Path, model: Path, *options: str) -> Iterator[LiveServer]:
+    """A server with the real runner and a model of a few kilobytes; it must end cleanly."""
+    server = start_server(log, str(model), "--served-model-name", "tiny", *options)
+    try:
+        yield server
+    finally:
+        exit_code = server.stop()
+    assert exit_code == 0, log.read_text()
