@@ -34,4 +34,6 @@ def attention(
     out_TNH = api.paged_attention(
         q_TNH, pool_RKWC, first_row, meta, scale=cfg.head_dim**-0.5, implementation=implementation
     )
-    return project("TNH,NHD->TD", out_TNH, w.o_NHD), pool_RKWC
+    # One contracted axis: with two, XLA:CPU transposes the weight in every step.
+    width = cfg.num_heads * cfg.head_dim
+    return project("TX,XD->TD", out_TNH.reshape(-1, width), w.o_NHD.reshape(width, -1)), pool_RKWC
