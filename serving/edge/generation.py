@@ -7,6 +7,7 @@ text through the stop matcher.
 Rules that hold in every mode:
 
 * A stop id counts as a token and appears in token_ids and logprobs; its text does not, unless stop text is included.
+* Deltas keep the pace that the request asked for (``pacing``); the terminal waits for nothing.
 * Usage ends with the token that completed a stop string. The engine is then told to stop; what it still sends is
   dropped. Text behind the stop string is never shown.
 * A stop string counts only when the token that completes it is at least the min_tokens-th (``core.text``).
@@ -27,6 +28,7 @@ from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Request, RequestId
 from headrace.serving.core.text import OutputText, TextPiece
 from headrace.serving.edge.errors import ApiError, engine_lost, from_finished, from_rejection
+from headrace.serving.edge.pacing import AT_ONCE, CallLater, Pacer, Pacing
 from headrace.serving.engine.messages import Refused
 
 
@@ -124,9 +126,11 @@ class Generation:
         watcher: GenerationWatcher,
         keep_token_ids: bool = False,
         include_stop: bool = False,
+        pacing: Pacing = AT_ONCE,
         clock: Callable[[], float] = time.monotonic,
+        call_later: CallLater | None = None,
     ) -> None:
-        """index: of the choice. text: fresh. include_stop: whether a stop id's text is shown."""
+        """index: of the choice. text: fresh. include_stop: whether a stop id's text is shown. call_later: see Pacer."""
         self.index = index
         self.request = request
         self.created_s = clock()
@@ -138,6 +142,7 @@ class Generation:
         self._keep_token_ids = keep_token_ids
         self._include_stop = include_stop
         self._clock = clock
+        self._pacer = Pacer(pacing, self._tell, call_later)
         self._stop_ids = frozenset(request.stop.stop_token_ids)
         self._last_token_s: float | None = None
         self._text = StringIO()
@@ -186,6 +191,7 @@ class Generation:
             self._text, self._has_text = StringIO(), False
             self._ids, self._logprobs, self._num_pending = array("I"), [], 0
             self._took_delta = True
+            self._pacer.reset()
             return delta
         self._took_terminal = True
         return self._terminal
@@ -232,6 +238,7 @@ class Generation:
             self.first_token_s = now_s
         self._num_pending += 1
         self._num_total += 1
+        self._pacer.on_token(self._num_pending)
         if self._keep_token_ids:
             self._ids.append(event.token_id)
         if event.logprobs is not None:
@@ -240,8 +247,7 @@ class Generation:
             self._add_text(self._output.push(event.token_id))
             if self._matched is not None:
                 self.cancel(CancelReason.STOP_STRING)
-        if self._has_something():
-            self._notify()
+        self._tell()
 
     def _add_text(self, piece: TextPiece) -> None:
         self._matched = piece.stop
@@ -289,14 +295,17 @@ class Generation:
         self._terminal = terminal
         self._watcher.on_end(self, terminal, self._clock())
         self._ended.set()
-        self._notify()
+        self._pacer.reset()
+        self._tell()
 
     def _has_something(self) -> bool:
         if self._terminal is not None:
             return not self._took_terminal
-        return self._has_text or bool(self._ids) or bool(self._logprobs)
+        is_visible = self._has_text or bool(self._ids) or bool(self._logprobs)
+        return is_visible and self._pacer.is_due(self._num_pending)
 
-    def _notify(self) -> None:
-        self._changed.set()
-        if self._listener is not None:
-            self._listener()
+    def _tell(self) -> None:
+        if self._has_something():
+            self._changed.set()
+            if self._listener is not None:
+                self._listener()
