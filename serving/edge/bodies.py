@@ -8,6 +8,7 @@ from headrace.serving.core.request import SamplingParams
 from headrace.serving.edge.chat_messages import Message, parse_messages
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import MAX_PROMPTS, Endpoint, check_fields, check_stream_options
+from headrace.serving.edge.pacing import AT_ONCE, Pacing
 from headrace.serving.edge.values import token_ids, wrong_type
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -29,6 +30,8 @@ class JobOptions:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    include_obfuscation: bool = False
+    pacing: Pacing = AT_ONCE
     return_token_ids: bool = False
     logprobs: bool = False
     ignored_fields: tuple[str, ...] = ()
@@ -132,6 +135,8 @@ def _options(values: Values, *, logprobs: bool, ignored: tuple[str, ...]) -> Job
         stream=values.get("stream", False),
         include_usage=stream.get("include_usage", False),
         continuous_usage=stream.get("continuous_usage_stats", False),
+        include_obfuscation=stream.get("include_obfuscation", False),
+        pacing=Pacing(tokens=stream.get("chunk_tokens"), ms=stream.get("chunk_ms")),
         return_token_ids=values.get("return_token_ids", False),
         logprobs=logprobs,
         ignored_fields=ignored,

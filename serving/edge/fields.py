@@ -31,6 +31,8 @@ MAX_MESSAGES = 1024
 MAX_PROMPTS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_CHUNK_TOKENS = 1024
+MAX_CHUNK_MS = 10_000
 TEMPLATE_ARGUMENTS = ScalarMap(16, 1024)
 
 
@@ -199,9 +201,15 @@ _REFUSED: tuple[Field, ...] = (
 FIELDS: tuple[Field, ...] = _APPLIED + _INERT + _REFUSED
 
 STREAM_OPTION_FIELDS: tuple[Field, ...] = (
-    _applied("include_usage", Flag(), "false", "a last chunk with usage and no choices"),
-    _applied("continuous_usage_stats", Flag(), "false", "usage so far in every chunk; needs include_usage"),
-    _refused("include_obfuscation", False),
+    _applied("include_usage", Flag(), "false", "a last chunk with usage and no choices; native: `done` always has it"),
+    _applied(
+        "continuous_usage_stats", Flag(), "false", "usage so far in every chunk; needs include_usage; native: see `n`"
+    ),
+    _applied(
+        "chunk_tokens", Whole(1, MAX_CHUNK_TOKENS), "null", "so many new tokens of a choice make a delta or chunk"
+    ),
+    _applied("chunk_ms", Whole(1, MAX_CHUNK_MS), "null", "so many ms after the first of them the delta is made"),
+    _applied("include_obfuscation", Flag(), "false", "pads deltas and chunks; OpenAI's own service has true"),
 )
 
 

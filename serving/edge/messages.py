@@ -183,6 +183,7 @@ class Delta(ServerMessage, tag="delta", kw_only=True, frozen=True):
         ]
         | UnsetType
     ) = UNSET
+    obfuscation: Annotated[str, Meta(description="Padding, only with `include_obfuscation`.")] | UnsetType = UNSET
 
 
 class ChoiceEnd(msgspec.Struct, kw_only=True, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import ChosenLogprob, Delta, Done, Usage
 from headrace.serving.edge.job import Job
+from headrace.serving.edge.obfuscation import obfuscation
 
 Json = dict[str, object]
 
@@ -121,6 +122,9 @@ class ChoiceStream:
                 choice["prompt_token_ids"] = job.prompt_ids(self.index)
         if job.options.include_usage:
             body["usage"] = self._usage(delta, done) if job.options.continuous_usage else None
+        if job.options.include_obfuscation:
+            text = delta.text if delta else ""
+            body["obfuscation"] = obfuscation(text, choice.get("token_ids"), choice["logprobs"])
         self._is_first = False
         return body
 

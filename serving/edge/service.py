@@ -251,6 +251,7 @@ class Service:
             watcher=self,
             keep_token_ids=parsed.options.return_token_ids,
             include_stop=parsed.include_stop,
+            pacing=parsed.options.pacing,
             clock=self._clock,
         )
 

@@ -17,6 +17,7 @@ from headrace.serving.edge.errors import ApiError
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import ChosenLogprob, Delta, Done, Failure, Generation
 from headrace.serving.edge.job import Job
+from headrace.serving.edge.obfuscation import obfuscation
 from headrace.serving.edge.openai_chunks import chat_logprobs, total_usage
 
 LOGPROBS_PER_FRAME = 256
@@ -227,16 +228,18 @@ class Stream:
         for start in range(0, max(1, len(delta.logprobs)), LOGPROBS_PER_FRAME):
             part = slice(start, start + LOGPROBS_PER_FRAME if options.logprobs else None)
             is_first = start == 0
-            logprobs = delta.logprobs[part]
+            text, ids, logprobs = delta.text if is_first else "", delta.token_ids[part], delta.logprobs[part]
+            entries = _entries(logprobs)
             frame = messages.Delta(
                 id=self.id,
                 seq=self._next_seq,
                 index=generation.index,
-                text=delta.text if is_first else "",
+                text=text,
                 n=len(logprobs) if options.logprobs else delta.num_tokens,
                 role="assistant" if is_first and delta.first and self._endpoint is Endpoint.CHAT else UNSET,
-                token_ids=delta.token_ids[part] if options.return_token_ids else UNSET,
-                logprobs=_entries(logprobs) if options.logprobs else UNSET,
+                token_ids=ids if options.return_token_ids else UNSET,
+                logprobs=entries if options.logprobs else UNSET,
+                obfuscation=obfuscation(text, ids, entries) if options.include_obfuscation else UNSET,
             )
             self._waiting.append(self._numbered(frame))
         return self._waiting.popleft()

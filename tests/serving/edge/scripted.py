@@ -1,19 +1,21 @@
 """A service whose generations do what the request's body, or the test, says. No engine, real Generation objects."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.serving.core.events import Finished, Timings, TokenEvent
 from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Request, RequestId, SamplingParams, StopRule
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
-from headrace.serving.edge.bodies import JobOptions
+from headrace.serving.edge.bodies import JobOptions, parse_body
 from headrace.serving.edge.engine_client import EngineLost
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.edge.job import Job
+from headrace.serving.edge.pacing import CallLater
 
 BIG_TOKEN = 256
 TOKEN_BYTES = (*(bytes([i]) for i in range(256)), b"y" * 4096)
@@ -23,6 +25,35 @@ TIMINGS = Timings(queue_ms=1.0, prefill_ms=2.0, decode_ms=3.0, first_token_ms=4.
 class Unwatched:
     def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None: ...
     def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None: ...
+
+
+@dataclass(eq=False)
+class FakeTimer:
+    due_ms: float
+    callback: Callable[[], None]
+    waiting: "list[FakeTimer]"
+
+    def cancel(self) -> None:
+        self.waiting.remove(self)
+
+
+@dataclass
+class FakeTimers:
+    """Timers in a time that only the test moves."""
+
+    now_ms: float = 0
+    waiting: list[FakeTimer] = field(default_factory=list)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> FakeTimer:
+        timer = FakeTimer(self.now_ms + round(delay_s * 1000), callback, self.waiting)
+        self.waiting.append(timer)
+        return timer
+
+    def advance(self, ms: float) -> None:
+        self.now_ms += ms
+        for timer in [timer for timer in self.waiting if timer.due_ms <= self.now_ms]:
+            self.waiting.remove(timer)
+            timer.callback()
 
 
 class Script:
@@ -36,6 +67,7 @@ class Script:
         choices: int = 1,
         options: JobOptions | None = None,
         ends_when_cancelled: bool = True,
+        call_later: CallLater | None = None,
     ) -> None:
         self.cancels: list[CancelReason] = []
         self.sent = [0] * choices
@@ -63,6 +95,8 @@ class Script:
                     cancel_engine=self._cancel,
                     watcher=Unwatched(),
                     keep_token_ids=options.return_token_ids,
+                    pacing=options.pacing,
+                    call_later=call_later,
                 )
                 for index in range(choices)
             ),
@@ -100,7 +134,8 @@ class Script:
 
 class ScriptedService:
     """body: ``text`` or ``big`` (number of 4 KiB tokens) to say, every_s between tokens (0: all at once), ``hold``:
-    say nothing until the test does, ``refuse``: an error code, ``prepare_s``: time before the answer."""
+    say nothing until the test does, ``refuse``: an error code, ``prepare_s``: time before the answer;
+    ``stream_options`` and ``return_token_ids`` as in any body."""
 
     model_names = ("scripted",)
     max_context = 4096
@@ -124,7 +159,8 @@ class ScriptedService:
             raise
         if "refuse" in wants:
             raise ApiError(ErrorCode(wants["refuse"]), "scripted", retry_after_ms=500)
-        options = JobOptions(return_token_ids=bool(wants.get("return_token_ids")))
+        presented = {name: wants[name] for name in ("stream_options", "return_token_ids") if name in wants}
+        options = parse_body(Endpoint.COMPLETION, {"prompt": "", **presented}).options
         script = Script(len(self.scripts), endpoint=Endpoint(endpoint), options=options)
         self.scripts.append(script)
         self.tenants.append(tenant)

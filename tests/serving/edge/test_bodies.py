@@ -5,6 +5,7 @@ import pytest
 from headrace.serving.edge.bodies import DEFAULT_COMPLETION_TOKENS, ParsedBody, parse_body
 from headrace.serving.edge.errors import ApiError
 from headrace.serving.edge.fields import MAX_MESSAGES, MAX_PROMPTS, Endpoint
+from headrace.serving.edge.pacing import Pacing
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -123,6 +124,16 @@ def test_streaming_options() -> None:
     assert (options.stream, options.include_usage, options.continuous_usage) == (True, True, True)
     assert refusal(Endpoint.CHAT, messages=HI, stream_options={"continuous_usage_stats": True}).status == 400
     assert refusal(Endpoint.CHAT, messages=HI, stream_options=[]).code == "invalid_type"
+
+
+def test_options_of_the_pace_and_the_size_of_chunks() -> None:
+    plain = chat(stream_options={"chunk_tokens": None, "include_obfuscation": None}).options
+    assert (plain.pacing, plain.include_obfuscation) == (Pacing(), False)
+    options = chat(stream_options={"chunk_tokens": 1024, "chunk_ms": 10_000, "include_obfuscation": True}).options
+    assert (options.pacing, options.include_obfuscation) == (Pacing(tokens=1024, ms=10_000), True)
+    for name, value in (("chunk_tokens", 0), ("chunk_tokens", 1025), ("chunk_ms", 0), ("chunk_ms", 10_001)):
+        error = refusal(Endpoint.COMPLETION, prompt="x", stream_options={name: value})
+        assert (error.param, error.code) == (f"stream_options.{name}", "invalid_value")
 
 
 TEXT = {"type": "text", "text": "a"}

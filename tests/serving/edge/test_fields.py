@@ -124,7 +124,7 @@ def test_minus_zero_is_zero() -> None:
     assert math.copysign(1, parsed.sampling.temperature) == 1
 
 
-@pytest.mark.parametrize("name", [item.name for item in STREAM_OPTION_FIELDS] + ["chunk_tokens"])
+@pytest.mark.parametrize("name", [item.name for item in STREAM_OPTION_FIELDS] + ["chunk_size"])
 def test_stream_options_have_a_table_too(name: str) -> None:
     error = error_of(Endpoint.CHAT, MINIMAL[Endpoint.CHAT] | {"stream_options": {name: "x"}})
     assert error.param == f"stream_options.{name}"

@@ -109,6 +109,27 @@ class TestWire:
         assert answer.status_code == 200
         assert answer.headers["x-headrace-ignored-fields"] == "mirostat"
 
+    async def test_chunks_of_many_tokens(self, http: httpx.AsyncClient) -> None:
+        options = {"chunk_tokens": 5, "chunk_ms": 10_000, "include_usage": True}
+        body = {"messages": HI, "stream": True, "return_token_ids": True, "stream_options": options}
+        *chunks, last = events((await http.post(CHAT, json=body)).text)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["delta"]["content"] for choice in choices) == "Hello, world"
+        assert all(len(choice["token_ids"]) >= 5 for choice in choices[:-1])
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+        assert last["usage"]["completion_tokens"] == 13
+
+    async def test_padded_chunks_have_one_size(self, http: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.reply = b'a"b\nc\x07d'
+        body = {"prompt": "hi", "stream": True, "stream_options": {"include_obfuscation": True}}
+        text = (await http.post(TEXT, json=body)).text
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(text)) == 'a"b\nc\x07d'
+        sizes = [len(line) for line in text.split("\n\n") if '"obfuscation":' in line]
+        assert len(sizes) == len(events(text)) >= 3
+        assert len(set(sizes[:-1])) == 1, "all but the end, which has its finish_reason"
+        del body["stream_options"]
+        assert '"obfuscation":' not in (await http.post(TEXT, json=body)).text
+
     async def test_stream_options_need_a_stream(self, http: httpx.AsyncClient) -> None:
         answer = await http.post(CHAT, json={"messages": HI, "stream_options": {"include_usage": True}})
         assert answer.json()["error"]["code"] == "conflicting_fields"

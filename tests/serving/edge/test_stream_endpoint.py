@@ -44,6 +44,35 @@ async def test_a_refused_request_leaves_the_socket_open() -> None:
         assert text_of(await client.until_end("r")) == "x"
 
 
+async def test_stream_options() -> None:
+    async with running_edge() as edge, edge.opened() as client:
+        await client.create("r", hold=True, stream_options={"chunk_tokens": 1024, "chunk_ms": 20})
+        await client.create("s", hold=True, stream_options={"chunk_tokens": 3, "include_obfuscation": True})
+        assert [(await client.receive())["type"] for _ in range(2)] == ["created"] * 2
+        slow, padded = edge.service.scripts
+        slow.tokens(b"by time")
+        frame = await client.receive()
+        assert (frame["id"], frame["text"], frame["n"], frame["seq"]) == ("r", "by time", 7, 1)
+        padded.tokens(b"ab")
+        slow.tokens(b"!")
+        assert (await client.receive())["id"] == "r", "two tokens of three went out"
+        padded.tokens(b"c")
+        frame = await client.receive()
+        assert (frame["id"], frame["text"], frame["n"]) == ("s", "abc", 3)
+        assert frame["obfuscation"]
+        for script in (slow, padded):
+            script.tokens(b"z")
+            script.finish()
+        assert [(await client.receive())["type"] for _ in range(4)].count("done") == 2
+
+
+async def test_a_refused_stream_option_is_named() -> None:
+    async with running_edge() as edge, edge.opened() as client:
+        await client.create("r", stream_options={"chunk_ms": 10_001})
+        (error,) = await client.until_end("r")
+        assert error["error"]["param"] == "stream_options.chunk_ms"
+
+
 async def test_cancel_and_duplicate_ids() -> None:
     async with running_edge() as edge, edge.opened() as client:
         await client.create("r", text="x" * 10_000, every_s=0.005)
