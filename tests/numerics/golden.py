@@ -8,7 +8,8 @@ from pathlib import Path
 FILE = Path(__file__).resolve().parents[1] / "golden" / "smollm2_135m_greedy.json"
 FLIP_GAP = 0.02
 """Two logits this close may change places with the order of a float32 sum."""
-LOGPROB_TOLERANCE = 2e-3
+LOGPROB_TOLERANCE = 2e-4
+"""Float32 on a CPU stays within 4e-5 of the reference; a norm with an epsilon of 1e-6 for 1e-5 is 7e-4 off."""
 MAX_FLIP_SHARE = 0.02
 """Of all prompts."""
 

@@ -51,6 +51,15 @@ def test_the_golden_prompts_are_many_and_of_every_length() -> None:
     assert sum(reference.messages is not None for reference in REFERENCES) >= 10
 
 
+def test_a_flip_is_found_once_and_judged_by_its_gap() -> None:
+    expected, gaps = [(1, 2, 3, 4)] * 3, [(0.5, 0.01, 0.03, 0.5)] * 3
+    found = find_flips([(1, 2, 3), (1, 9, 9), (1, 2, 9)], expected, gaps, num_tokens=3)
+    assert found == [Flip(prompt=1, position=1, gap=0.01), Flip(prompt=2, position=2, gap=0.03)]
+    assert [flip.is_near_tie for flip in found] == [True, False]
+    with pytest.raises(AssertionError, match="prompt 0: 2 ids"):
+        find_flips([(1, 2)], expected[:1], gaps[:1], num_tokens=3)
+
+
 def test_greedy_ids_are_the_references(llm: LLM, completions: list[Completion], flips: dict[int, Flip]) -> None:
     assert all(flip.is_near_tie for flip in flips.values()), flips
     assert len(flips) <= MAX_FLIP_SHARE * len(REFERENCES), flips
