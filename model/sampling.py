@@ -15,14 +15,12 @@ Choices that belong to the policy's version:
 * Temperatures up to GREEDY_TEMPERATURE are greedy, and so is top_k = 1; ties go to the lower id.
 """
 
-import math
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from headrace.model.sampling_cuts import invert, lane_sums, top_cut
 from headrace.serving.core.request import MAX_LOGPROBS
 
 Array = jax.Array
@@ -30,7 +28,6 @@ Array = jax.Array
 POLICY = "headrace-sampling/1"
 GREEDY_TEMPERATURE = 1e-3
 """Dividing by less turns a gap of 0.1 between two logits into a probability below 1e-43: greedy in all but name."""
-_LANES = 128
 
 
 @struct.dataclass
@@ -93,8 +90,9 @@ def sample(
       slot_R: i32 in [0, num_slots]; each real slot at most once.
       position_R: i32, the index that the new token gets. holds_stops_R: bool, min_tokens is not reached.
     """
-    top_R, low_R = logits_RV.max(axis=-1), logits_RV.min(axis=-1)
-    is_finite_R = jnp.isfinite(top_R) & jnp.isfinite(low_R)
+    top_R = logits_RV.max(axis=-1)
+    # A sum keeps NaN and infinities; the maximum does not keep NaN on CPU (jaxlib 0.10.2, from some 1,000 ids on).
+    is_finite_R = jnp.isfinite(lane_sums(logits_RV).sum(axis=-1))
     has_penalty_R = (
         (state.repetition_B[slot_R] != 1) | (state.presence_B[slot_R] != 0) | (state.frequency_B[slot_R] != 0)
     )
@@ -167,12 +165,14 @@ def _draw(x_RV: Array, best_R: Array, state: SamplingState, slot_R: Array, posit
     z_RV = (x_RV - best_R[:, None]) / scale_R[:, None]
     weight_RV = jnp.exp(z_RV)
     top_k_R, top_p_R = state.top_k_B[slot_R], state.top_p_B[slot_R]
-    cut_R = jnp.log(state.min_p_B[slot_R])
-    cut_k_R = lax.cond((top_k_R > 0).any(), lambda: _top_k_cut(z_RV, top_k_R), lambda: jnp.full_like(cut_R, -jnp.inf))
-    cut_p_R = lax.cond((top_p_R < 1).any(), lambda: _top_p_cut(z_RV, weight_RV, cut_k_R, top_p_R), lambda: cut_k_R)
-    cut_R = jnp.maximum(cut_R, jnp.maximum(cut_k_R, cut_p_R))
+    cut_R = lax.cond(
+        ((top_k_R > 0) | (top_p_R < 1)).any(),
+        lambda: top_cut(z_RV, weight_RV, top_k_R, top_p_R),
+        lambda: jnp.full_like(best_R, -jnp.inf),
+    )
+    cut_R = jnp.maximum(cut_R, jnp.log(state.min_p_B[slot_R]))
     uniform_R = jax.vmap(_uniform)(state.seed_B2[slot_R], position_R)
-    return _invert(jnp.where(z_RV >= cut_R[:, None], weight_RV, 0), uniform_R)
+    return invert(jnp.where(z_RV >= cut_R[:, None], weight_RV, 0), uniform_R)
 
 
 def _uniform(seed_2: Array, position: Array) -> Array:
@@ -180,97 +180,10 @@ def _uniform(seed_2: Array, position: Array) -> Array:
     return jax.random.uniform(key)
 
 
-def _lane_sums(x_RV: Array) -> Array:
-    """[R, lanes]: sums over ids that are equal modulo lanes. Independent sums side by side vectorize, one long float
-    sum does not."""
-    lanes = math.gcd(x_RV.shape[1], _LANES)
-    return x_RV.reshape(x_RV.shape[0], -1, lanes).sum(axis=1)
-
-
-def _top_k_cut(z_RV: Array, top_k_R: Array) -> Array:
-    """The k-th largest value; -inf where top_k is 0."""
-    k_R = jnp.where(top_k_R > 0, top_k_R, z_RV.shape[1])
-
-    def keeps_enough(cut_R: Array) -> tuple[Array, Array]:
-        count_R = (z_RV >= cut_R[:, None]).sum(axis=-1, dtype=jnp.int32)
-        return count_R >= k_R, count_R == k_R
-
-    return _largest_cut(keeps_enough, jnp.where(top_k_R > 0, 0, -jnp.inf))
-
-
-def _top_p_cut(z_RV: Array, weight_RV: Array, cut_k_R: Array, top_p_R: Array) -> Array:
-    """The largest value whose candidates at or above it hold top_p of what top_k left; -inf where top_p is 1."""
-    kept_RV = jnp.where(z_RV >= cut_k_R[:, None], weight_RV, 0)
-    wanted_R = top_p_R * _lane_sums(kept_RV).sum(axis=-1)
-
-    def keeps_enough(cut_R: Array) -> tuple[Array, Array]:
-        mass_R = _lane_sums(jnp.where(z_RV >= cut_R[:, None], kept_RV, 0)).sum(axis=-1)
-        return mass_R >= wanted_R, jnp.zeros_like(mass_R, bool)
-
-    return _largest_cut(keeps_enough, jnp.where(top_p_R < 1, 0, -jnp.inf))
-
-
-def _largest_cut(keeps_enough: Callable[[Array], tuple[Array, Array]], highest_R: Array) -> Array:
-    """Bisect for the largest value in [-inf, highest_R] that keeps enough candidates; values are <= 0.
-
-    keeps_enough: cut_R -> (enough_R, exact_R), monotonic; -inf must keep enough. A row that is exact is done: what a
-    cut keeps, not the cut itself, is the result, and more steps would not change it. At most 32 steps, over the bits:
-    the floats below 0 in the order of their negated bit patterns.
-    """
-    lowest = jnp.int32(-0x7F800000)
-
-    def cut_at(key_R: Array) -> Array:
-        return -lax.bitcast_convert_type(-key_R, jnp.float32)
-
-    low_R = jnp.full(highest_R.shape, lowest)
-    # One past the highest key; a row whose search is off starts with an empty range.
-    high_R = jnp.where(highest_R < 0, lowest + 1, 1)
-
-    def unfinished(bounds: tuple[Array, Array]) -> Array:
-        return (bounds[1] - bounds[0] > 1).any()
-
-    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low_R, high_R = bounds
-        middle_R = low_R + (high_R - low_R) // 2
-        enough_R, exact_R = keeps_enough(cut_at(middle_R))
-        open_R = high_R - low_R > 1
-        low_next_R = jnp.where(open_R & enough_R, middle_R, low_R)
-        high_next_R = jnp.where(open_R & ~enough_R, middle_R, high_R)
-        return low_next_R, jnp.where(open_R & exact_R, low_next_R + 1, high_next_R)
-
-    return cut_at(lax.while_loop(unfinished, halve, (low_R, high_R))[0])
-
-
-def _invert(weight_RV: Array, uniform_R: Array) -> Array:
-    """The id at uniform_R (in [0, 1)) of the cumulative weights; only ids of positive weight. Two levels: which lane,
-    then where in the lane."""
-    rows, vocab = weight_RV.shape
-    lanes = math.gcd(vocab, _LANES)
-    lane_RX = _lane_sums(weight_RV)
-    lane_R, left_R = _pick(lane_RX, uniform_R * jnp.cumsum(lane_RX, axis=-1)[:, -1])
-    in_lane_RX = jnp.take_along_axis(weight_RV.reshape(rows, -1, lanes), lane_R[:, None, None], axis=2)[..., 0]
-    index_R, _ = _pick(in_lane_RX, left_R)
-    return index_R * lanes + lane_R
-
-
-def _pick(weight_RX: Array, target_R: Array) -> tuple[Array, Array]:
-    """(first index of positive weight whose cumulative weight is above the target, what is left of the target there).
-
-    Rounding may put the target behind the last one: then the last index of positive weight."""
-    total_RX = jnp.cumsum(weight_RX, axis=-1)
-    index = jnp.arange(weight_RX.shape[1], dtype=jnp.int32)
-    positive_RX = weight_RX > 0
-    first_R = jnp.where(positive_RX & (total_RX > target_R[:, None]), index, index.size).min(axis=-1)
-    index_R = jnp.minimum(first_R, jnp.where(positive_RX, index, 0).max(axis=-1))
-    before_RX = jnp.pad(total_RX[:, :-1], ((0, 0), (1, 0)))
-    before_R = jnp.take_along_axis(before_RX, index_R[:, None], axis=-1)[:, 0]
-    return index_R, jnp.maximum(target_R - before_R, 0)
-
-
 def _logprobs(logits_RV: Array, top_R: Array, token_R: Array) -> tuple[Array, Array, Array, Array]:
     """Of the model's own distribution: (chosen, rank, top ids, top logprobs)."""
     chosen_R1 = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)
-    total_R = jnp.log(_lane_sums(jnp.exp(logits_RV - top_R[:, None])).sum(axis=-1)) + top_R
+    total_R = jnp.log(lane_sums(jnp.exp(logits_RV - top_R[:, None])).sum(axis=-1)) + top_R
     ids = jnp.arange(logits_RV.shape[1], dtype=jnp.int32)
     ahead_RV = (logits_RV > chosen_R1) | ((logits_RV == chosen_R1) & (ids < token_R[:, None]))
     rank_R = 1 + ahead_RV.sum(axis=-1, dtype=jnp.int32)

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from headrace.model import sampling
+from headrace.model import sampling, sampling_cuts
 from headrace.model.sampling import Sampled, SamplingState, sample
 from headrace.serving.core.plan import SlotLoad, SlotRef
 from headrace.serving.core.request import Request, RequestId, SamplingParams, StopRule
 from headrace.serving.runner.sampling_state import initial_state, load_scalars, load_with_rows, pack_load
 from tests.model import slow_sampling
 
-VOCAB, SLOTS = 384, 8
+# Enough ids for the search among the best blocks, and for cuts that lie deeper.
+VOCAB, SLOTS = 6400, 10
 GREEDY = SamplingParams(temperature=0.0)
 
 run = jax.jit(sample)
+top_cut = jax.jit(sampling_cuts.top_cut)
 load_rows = jax.jit(load_with_rows)
 
 
@@ -76,6 +78,8 @@ POLICIES = {
     "bias": SamplingParams(temperature=1.0, logit_bias=((5, 4.0), (9, -100.0)), top_p=0.95),
     "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(3, 4, 200), logit_bias=((3, 1.0),)),
     "greedy": GREEDY,
+    "deep top_k": SamplingParams(temperature=1.0, top_k=5000),
+    "deep top_p": SamplingParams(temperature=20.0, top_p=0.95),
 }
 
 
@@ -89,7 +93,7 @@ class TestAgainstSlowPolicy:
         logits = random_logits(SLOTS, seed=len(name))
         tenants = [(request(replace(params, seed=row << 33 | row), prompt, stops), output) for row in range(SLOTS)]
         sampled, _ = draw(logits, *tenants, holds=True)
-        lanes = math.gcd(VOCAB, sampling._LANES)
+        lanes = math.gcd(VOCAB, sampling_cuts.LANES)
         order = np.array([index * lanes + lane for lane in range(lanes) for index in range(VOCAB // lanes)])
         for row in range(SLOTS):
             x = slow_sampling.edited(logits[row], params, prompt, output, stops)
@@ -130,6 +134,16 @@ class TestAgainstSlowPolicy:
         logits = np.full(VOCAB, -20.0, np.float32)
         logits[[10, 20, 30]] = 1.0
         assert set(tokens_of(SamplingParams(top_k=2), logits, 256)) == {10, 20, 30}
+
+    @pytest.mark.parametrize("k", [63, 64, 65, 4095, 4096, 4097, VOCAB - 1, VOCAB, 10 * VOCAB])
+    def test_top_k_at_the_borders_of_the_search(self, k: int) -> None:
+        """One candidate per block and many in one block: the k-th largest value, found either way."""
+        spread = np.arange(VOCAB, dtype=np.float32)[None]
+        for logits in (spread, spread.reshape(64, -1).T.reshape(1, -1), -spread):
+            z = logits / VOCAB - logits.max() / VOCAB
+            cut = np.asarray(top_cut(z, np.exp(z), np.array([k]), np.array([1.0], np.float32)))
+            kept = (z[0] >= cut[0]).sum()
+            assert kept == min(k, VOCAB)
 
 
 class TestGreedy:
@@ -261,7 +275,7 @@ class TestRows:
 
     def test_a_row_does_not_depend_on_batch_mates_or_slot(self) -> None:
         """Every policy at once, in two orders: each row gives the same token, bit-equal logprobs included."""
-        params = [replace(p, seed=i, num_logprobs=2) for i, p in enumerate(list(POLICIES.values())[:SLOTS])]
+        params = [replace(p, seed=i, num_logprobs=2) for i, p in enumerate(list(POLICIES.values())[-SLOTS:])]
         logits = random_logits(SLOTS)
         forward, _ = draw(logits, *[(request(p), (4,)) for p in params])
         order = np.random.default_rng(1).permutation(SLOTS)
