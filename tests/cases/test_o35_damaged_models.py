@@ -153,19 +153,26 @@ DAMAGES = {
 }
 
 
+MEASURE = """
+import resource, subprocess, sys
+code = subprocess.call(sys.argv[2:], stdin=subprocess.DEVNULL)
+open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+sys.exit(code if code >= 0 else 128 - code)
+"""
+"""A small process between, because a child starts its count with the memory of the process that it is forked from."""
+
+
 def run(damage: Damage, directory: Path) -> Run:
     path = damage.make(directory)
     options = ["--port", "0", str(path)] if damage.command == "serve" else ["prompt", "--model", str(path)]
     command = [sys.executable, "-m", "headrace", damage.command, *options, "--no-compile-cache"]
-    out, err = directory / "out", directory / "err"
+    peak = directory / "peak"
     started_s = time.monotonic()
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
-        # wait4 gives the peak memory of this one child and of those that it waited for; Popen.wait would not.
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(peak), *command], capture_output=True, text=True, timeout=4 * LIMIT_S
+    )
     seconds = time.monotonic() - started_s
-    return Run(process.returncode, out.read_text(), err.read_text(), seconds, usage.ru_maxrss, directory / "marker")
+    return Run(done.returncode, done.stdout, done.stderr, seconds, int(peak.read_text()), directory / "marker")
 
 
 @pytest.fixture(scope="module")
