@@ -1,8 +1,9 @@
 """An engine, a tokenizer and a template whose answers a reader can work out by hand."""
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -220,11 +221,19 @@ def make_service(engine: FakeEngine, **changes: object) -> Service:
     return Service(config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate())  # type: ignore[arg-type]
 
 
+class _QuietServer(uvicorn.Server):
+    """Leaves signals alone: two servers that end in another order would leave each other's handlers behind."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class RunningServer:
     """A real uvicorn on a loopback port, on the test's own loop."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
+        self._server = _QuietServer(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
