@@ -62,6 +62,7 @@ class StepLoop:
         self._in_flight: deque[_InFlight] = deque()
         self._busy_since_s = 0.0
         self._failures_in_row = 0
+        self._has_failed = False
         self.blocked_seconds = 0.0
         self.device_seconds = 0.0
 
@@ -90,7 +91,11 @@ class StepLoop:
 
     def _dispatch(self) -> None:
         # After a failed dispatch nothing is planned until the failure had its turn: the rows of the next plan would
-        # build on it.
+        # build on it. After a failed step nothing is planned until the step that overlapped it is collected: that
+        # one may fail for the same reason, and would pass it on to the rows of every next plan.
+        if self._has_failed and self._in_flight:
+            return
+        self._has_failed = False
         while len(self._in_flight) < self._max_steps_in_flight and not self._has_failed_dispatch():
             now_s = self._clock.now_s()
             plan = self._scheduler.plan_step(now_s)
@@ -128,6 +133,7 @@ class StepLoop:
         self.device_seconds += now_s - self._busy_since_s
         self._busy_since_s = now_s
         if isinstance(outcome, Exception):
+            self._has_failed = True
             events = self._fail(step.plan, outcome, now_s)
         else:
             self._failures_in_row = 0

@@ -3,13 +3,15 @@
 import pytest
 
 from headrace.serving.core.errors import InvariantError
+from headrace.serving.core.events import Finished
 from headrace.serving.core.plan import StepPlan
 from headrace.serving.core.request import (
     FinishReason,
 )
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.engine import EngineFailure, StepLoop
-from tests.serving.engine.bench import Bench, FakeEdge, close_when_idle, expected_ids, request
+from headrace.serving.engine.fake_runner import FakeRunner
+from tests.serving.engine.bench import VOCAB, Bench, FakeEdge, close_when_idle, expected_ids, request
 
 
 def test_a_step_that_fails_at_collect_ends_its_requests_and_no_other() -> None:
@@ -48,6 +50,34 @@ def test_a_runner_that_only_fails_is_given_up() -> None:
     bench.runner.fail_collect = lambda step_id: RuntimeError("device lost")
     with pytest.raises(EngineFailure, match=r"3 steps in a row failed.*device lost"):
         bench.run(close_when_idle)
+
+
+@pytest.mark.parametrize("failing_step", range(1, 30))
+def test_one_failed_step_takes_at_most_the_one_that_overlaps_it_down(failing_step: int) -> None:
+    """Nothing of the failed step is written, and new requests join in every step: its fault must not travel on."""
+    bench = Bench(num_slots=4)
+
+    def fail_once(plan: StepPlan) -> None:
+        if plan.step_id == failing_step:
+            raise RuntimeError("once")
+
+    runner = FakeRunner(bench.config, vocab_size=VOCAB, on_collect=fail_once)
+    loop = StepLoop(bench.scheduler, runner, bench.clock)
+    finished: dict[int, Finished] = {}
+    for number in range(1, 60):
+        if number <= 40:
+            assert loop.submit(request(number, max_tokens=2 + number % 3)) is None
+        output = loop.turn()
+        for event in output.events if output is not None else ():
+            if isinstance(event, Finished):
+                finished[event.request_id] = event
+    while not loop.is_idle:
+        output = loop.turn()
+        assert output is not None
+        finished |= {event.request_id: event for event in output.events if isinstance(event, Finished)}
+    failed = [i for i, end in finished.items() if end.reason is FinishReason.ERROR]
+    assert len(finished) == 40 and 1 <= len(failed) <= 2 * bench.config.num_slots
+    loop.check_idle()
 
 
 def test_failures_that_are_not_in_a_row_do_not_add_up() -> None:
