@@ -275,6 +275,7 @@ class TestWithScheduler:
 
 def test_memory_of_a_step_does_not_grow(runner: JaxRunner) -> None:
     """Inputs, results and old states are released: the live arrays are the same after 50 steps as after 5."""
+
     def live() -> int:
         return sum(array.nbytes for array in jax.live_arrays())
 
