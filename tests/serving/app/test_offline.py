@@ -1,6 +1,7 @@
 """Batches of requests without a server, on the fake runner: text, stop strings, refusals, interrupts."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -117,6 +118,15 @@ def test_a_refused_prompt_names_its_place_and_leaves_nothing_behind() -> None:
     assert offline.scheduler.stats().running == 0
 
 
+@pytest.fixture
+def python_handles_interrupts() -> Iterator[None]:
+    """As in a program of the user's; an event loop that another test ran may have left a handler of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
 def test_an_interrupt_leaves_an_engine_that_still_works() -> None:
     offline = Offline()
     offline.interrupt_at = 3
