@@ -107,7 +107,8 @@ async def test_memory_of_idle_connections(fake_server: LiveServer) -> None:
     """300 that offered deflate; the stated limit is 100 kB for each."""
 
     async def connect() -> websockets.ClientConnection:
-        return await websockets.connect(fake_server.stream_url, subprotocols=["headrace.v1"])  # type: ignore[list-item]
+        url, protocols = fake_server.stream_url, ["headrace.v1"]
+        return await websockets.connect(url, subprotocols=protocols, open_timeout=60)  # type: ignore[arg-type]
 
     await (await connect()).close()
     before = edge_bytes(fake_server)
