@@ -5,6 +5,7 @@ descriptor is left, and nothing was compiled after the server was ready.
 """
 
 import asyncio
+import itertools
 import random
 import tempfile
 import time
@@ -82,6 +83,7 @@ class Load:
         self._num_sockets, self._num_streams = num_sockets, num_streams
         self._clients: dict[int, StreamClient] = {}
         self._locks = [asyncio.Lock() for _ in range(num_sockets)]
+        self._ids = itertools.count()
         self.histories: list[History] = []
         self.num_cancels = self.num_disconnects = 0
 
@@ -105,7 +107,7 @@ class Load:
             self._left -= 1
             client = await self._client(socket)
             endpoint, body = random_body(self._rng)
-            history = await client.create(f"r{len(self.histories)}", endpoint, body)
+            history = await client.create(f"r{next(self._ids)}", endpoint, body)
             self.histories.append(history)
             chance = self._rng.random()
             if chance < 0.15:
