@@ -25,7 +25,6 @@ from headrace.serving.core.request import MAX_LOGPROBS
 
 Array = jax.Array
 
-POLICY = "headrace-sampling/1"
 GREEDY_TEMPERATURE = 1e-3
 """Dividing by less turns a gap of 0.1 between two logits into a probability below 1e-43: greedy in all but name."""
 

@@ -32,7 +32,7 @@ def gaps_ms(history: History) -> list[float]:
     return [
         gap
         for (before_s, _), (at_s, frame) in pairs
-        for gap in [(at_s - before_s) * 1000 / int(frame["n"])] * int(frame["n"])  # type: ignore[call-overload]
+        for gap in [(at_s - before_s) * 1000 / int(frame["n"])] * int(frame["n"])
     ]
 
 
@@ -50,13 +50,13 @@ async def burst(server: LiveServer, num_streams: int, seed: int) -> dict[str, fl
         total_s = time.monotonic() - start_s
     after = await asyncio.to_thread(metrics, server)
     usage = [history.terminals[0]["usage"] for history in histories]
-    tokens = sum(int(u["completion_tokens"]) for u in usage)  # type: ignore[index]
+    tokens = sum(int(u["completion_tokens"]) for u in usage)
     gaps = [gap for history in histories for gap in gaps_ms(history)]
     first = [(history.of_type("delta")[0][0] - history.sent_s) * 1000 for history in histories]
     host = after["headrace_engine_host_seconds_total"] - before["headrace_engine_host_seconds_total"]
     device = after["headrace_engine_device_seconds_total"] - before["headrace_engine_device_seconds_total"]
     return {
-        "prompt_tokens": sum(int(u["prompt_tokens"]) for u in usage),  # type: ignore[index]
+        "prompt_tokens": sum(int(u["prompt_tokens"]) for u in usage),
         "output_tokens": tokens,
         "seconds": round(total_s, 2),
         "output_tokens_per_s": round(tokens / total_s, 1),

@@ -68,7 +68,7 @@ async def break_engine(server: LiveServer, sign: signal.Signals, limit_s: float)
     return {
         "not_ready_after_s": not_ready_s,
         "last_terminal_after_s": round(max(at_s for at_s, _ in ends) - hit_s, 3),
-        "codes": sorted({str(frame["error"]["code"]) for _, frame in ends if frame["type"] == "error"}),  # type: ignore[index]
+        "codes": sorted({str(frame["error"]["code"]) for _, frame in ends if frame["type"] == "error"}),
         "typed_errors": sum(frame["type"] == "error" for _, frame in ends),
         "faults": [fault for history in histories for fault in history.faults()],
     }
@@ -116,7 +116,7 @@ async def drain(server: LiveServer) -> dict[str, object]:
     children = psutil.Process(server.process.pid).children(recursive=True) if server.process.poll() is None else []
     exit_code = await asyncio.to_thread(server.process.wait, 40)
     finished = sum(h.terminals[-1]["type"] == "done" for h in histories if h.terminals)
-    codes = [str(frame["error"]["code"]) for frame in refused.terminals if frame["type"] == "error"]  # type: ignore[index]
+    codes = [str(frame["error"]["code"]) for frame in refused.terminals if frame["type"] == "error"]
     left = [child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     return {
         "not_ready_after_s": not_ready_s,
@@ -144,7 +144,7 @@ def main() -> int:
         for name, (options, case) in CASES.items():
             server = start_server(Path(folder) / "log", "smollm2-135m", *OPTIONS, *options)
             try:
-                found[name] = dict(asyncio.run(case(server)))  # type: ignore[arg-type]
+                found[name] = dict(asyncio.run(case(server)))
             finally:
                 if server.process.poll() is None:
                     server.process.kill()

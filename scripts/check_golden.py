@@ -107,12 +107,12 @@ def main() -> int:
     path, prompts, start_s = str(resolve_model(DEFAULT_MODEL).path), references(), time.monotonic()
     seen = engine(path, prompts, args.score_every)
     gc.collect()
-    seen["logprobs"] |= chunks(path, prompts)  # type: ignore[operator]
+    seen["logprobs"] |= chunks(path, prompts)
     cli = command_line()
-    flips: list[Json] = seen["flips"]  # type: ignore[assignment]
-    worst = max(of["max"] for of in seen["logprobs"].values())  # type: ignore[attr-defined]
+    flips: list[Json] = seen["flips"]
+    worst = max(of["max"] for of in seen["logprobs"].values())
     passed = (
-        all(flip["gap"] < FLIP_GAP for flip in flips)  # type: ignore[operator]
+        all(flip["gap"] < FLIP_GAP for flip in flips)
         and len(flips) <= MAX_FLIP_SHARE * len(prompts)
         and worst <= LOGPROB_TOLERANCE
         and seen["compiles_after_ready"] == 0

@@ -116,7 +116,7 @@ class Load:
                 self.num_disconnects += 1
                 client.abort()
             await history.ended.wait()
-            progress.advance(bar)  # type: ignore[arg-type]
+            progress.advance(bar)
 
     async def _cancel(self, client: StreamClient, history: History) -> None:
         self.num_cancels += 1
@@ -182,8 +182,8 @@ def _end(history: History) -> str:
         return "unknown (socket cut)"
     terminal = history.terminals[-1]
     if terminal["type"] == "error":
-        return "error " + str(terminal["error"]["code"])  # type: ignore[index]
-    return str(terminal["choices"][0]["finish_reason"])  # type: ignore[index]
+        return "error " + str(terminal["error"]["code"])
+    return str(terminal["choices"][0]["finish_reason"])
 
 
 def main() -> int:
@@ -198,7 +198,7 @@ def main() -> int:
             found = asyncio.run(run(server, args.requests, args.seed))
         finally:
             exit_code = server.stop()
-    errors = [end for end in found["ends"] if end.startswith("error")]  # type: ignore[attr-defined]
+    errors = [end for end in found["ends"] if end.startswith("error")]
     passed = (
         not found["faults"]
         and not errors

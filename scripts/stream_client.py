@@ -4,11 +4,15 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 SUBPROTOCOL = "headrace.v1"
+
+Frame = dict[str, Any]
+"""One JSON object of the wire."""
 
 
 @dataclass(slots=True)
@@ -17,16 +21,16 @@ class History:
 
     id: str
     sent_s: float
-    frames: list[tuple[float, dict[str, object]]] = field(default_factory=list)
+    frames: list[tuple[float, Frame]] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     is_lost: bool = False
 
-    def of_type(self, name: str) -> list[tuple[float, dict[str, object]]]:
+    def of_type(self, name: str) -> list[tuple[float, Frame]]:
         return [(at_s, frame) for at_s, frame in self.frames if frame["type"] == name]
 
     @property
-    def terminals(self) -> list[dict[str, object]]:
+    def terminals(self) -> list[Frame]:
         return [frame for _, frame in self.frames if frame["type"] in ("done", "error")]
 
     @property
@@ -55,7 +59,7 @@ class StreamClient:
         self._url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._live: dict[str, History] = {}
-        self.others: list[dict[str, object]] = []
+        self.others: list[Frame] = []
         self.close_code: int | None = None
         self._socket: ClientConnection
         self._reader: asyncio.Task[None]
@@ -72,7 +76,7 @@ class StreamClient:
         await self._socket.close()
         await self._reader
 
-    async def create(self, id: str, endpoint: str, body: dict[str, object], **envelope: object) -> History:
+    async def create(self, id: str, endpoint: str, body: Frame, **envelope: object) -> History:
         history = self.expect(id)
         await self._send({"type": "create", "id": id, "endpoint": endpoint, "body": body, **envelope}, history)
         return history
@@ -97,7 +101,7 @@ class StreamClient:
         """Cut the TCP connection without a close handshake."""
         self._socket.transport.abort()
 
-    async def _send(self, message: dict[str, object], history: History | None) -> None:
+    async def _send(self, message: Frame, history: History | None) -> None:
         try:
             await self._socket.send(json.dumps(message))
         except ConnectionClosed:
@@ -114,7 +118,7 @@ class StreamClient:
         for history in list(self._live.values()):
             self._lose(history)
 
-    def _take(self, frame: dict[str, object]) -> None:
+    def _take(self, frame: Frame) -> None:
         history = self._live.get(str(frame.get("id")))
         if history is None:
             self.others.append(frame)

@@ -7,6 +7,8 @@ from typing import NewType
 RequestId = NewType("RequestId", int)
 """Made by the server, unique in the process. A client's own id never becomes an internal key."""
 
+SAMPLING_POLICY = "headrace-sampling/1"
+"""Name and version of the order and rules by which a token is chosen; ``model.sampling`` carries them out."""
 MAX_LOGPROBS = 20
 """Most alternatives per position; the width of the device's top-k output."""
 MAX_STOP_IDS = 32

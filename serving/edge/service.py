@@ -16,7 +16,7 @@ from headrace.model.chat_template import ChatTemplate
 from headrace.model.tokenizer import Tokenizer
 from headrace.serving.core.admission import Limits
 from headrace.serving.core.drain_rate import DrainRate
-from headrace.serving.core.request import CancelReason, Request, RequestId
+from headrace.serving.core.request import SAMPLING_POLICY, CancelReason, Request, RequestId
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
 from headrace.serving.edge.bodies import JobOptions, ParsedBody, parse_body
 from headrace.serving.edge.engine_client import EngineUnavailable, Sink
@@ -24,33 +24,21 @@ from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.edge.job import Job
-from headrace.serving.edge.metrics import Metrics
+from headrace.serving.edge.metrics import EngineView, Metrics
 from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
 from headrace.serving.engine.lifecycle import EngineState
-from headrace.serving.engine.messages import Ready, Stats
+from headrace.serving.engine.messages import Ready
 
 __all__ = ["Endpoint", "EnginePort", "Job", "JobOptions", "Readiness", "Service", "ServiceConfig"]
 
-SAMPLING_POLICY = "headrace-sampling/1"
 
-
-class EnginePort(Protocol):
+class EnginePort(EngineView, Protocol):
     """The part of ``EngineClient`` that the service uses."""
 
     @property
-    def state(self) -> EngineState: ...
-    @property
     def failure(self) -> str | None: ...
     @property
-    def ready_info(self) -> Ready | None: ...
-    @property
-    def stats(self) -> Stats: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
     def queue_depth(self) -> int: ...
-    @property
-    def num_restarts(self) -> int: ...
     def next_request_id(self) -> RequestId: ...
     def submit(self, request: Request, sink: Sink) -> None: ...
     def cancel(self, request_id: RequestId, reason: CancelReason) -> None: ...

@@ -15,7 +15,7 @@ from headrace.pallas_kernels.types import Implementation
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
-from headrace.serving.engine.ports import CompiledProgram, Progress
+from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
 from headrace.serving.runner.compile_cache import CompileLog
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import make_step, program_name, read_sampled
@@ -78,7 +78,7 @@ class JaxRunner:
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._tenants: dict[int, _Tenant] = {}
-        self._in_flight: deque[int] = deque()
+        self._in_flight: deque[StepTicket] = deque()
         self._compile_log = CompileLog()
         # JAX keeps its listeners: the log of a runner that is gone would report the compiles of the next one.
         self._stop_log = weakref.finalize(self, self._compile_log.close)
@@ -116,8 +116,7 @@ class JaxRunner:
                 self._state = self._programs[_LOAD_ROWS](self._state, load.scalars, *load.rows)
         result = self._run(plan.bucket, packed.array)
         result.copy_to_host_async()
-        self._in_flight.append(plan.step_id)
-        return StepTicket(
+        ticket = StepTicket(
             step_id=plan.step_id,
             packed=result,
             order=packed.order,
@@ -126,22 +125,24 @@ class JaxRunner:
             samples=tuple(segment.samples for segment in plan.prefill),
             first_segment=layout.rows,
         )
+        self._in_flight.append(ticket)
+        return ticket
 
-    def collect(self, ticket: StepTicket) -> StepResult:
+    def collect(self, ticket: Ticket) -> StepResult:
         """See ``ports.Runner``. Raises: InvariantError if it is not the oldest ticket."""
-        if not self._in_flight or self._in_flight[0] != ticket.step_id:
+        if not self._in_flight or self._in_flight[0] is not ticket:
             raise InvariantError(f"step {ticket.step_id} is not the oldest in flight")
-        self._in_flight.popleft()
-        rows = np.asarray(ticket.packed)
-        row_of = {index: row for row, index in enumerate(ticket.order)}
+        oldest = self._in_flight.popleft()
+        rows = np.asarray(oldest.packed)
+        row_of = {index: row for row, index in enumerate(oldest.order)}
         decode = tuple(
-            read_sampled(rows[row_of[index]], wanted, self._vocab_size) for index, wanted in enumerate(ticket.decode)
+            read_sampled(rows[row_of[index]], wanted, self._vocab_size) for index, wanted in enumerate(oldest.decode)
         )
         prefill = tuple(
-            read_sampled(rows[ticket.first_segment + index], wanted, self._vocab_size) if samples else None
-            for index, (wanted, samples) in enumerate(zip(ticket.prefill, ticket.samples, strict=True))
+            read_sampled(rows[oldest.first_segment + index], wanted, self._vocab_size) if samples else None
+            for index, (wanted, samples) in enumerate(zip(oldest.prefill, oldest.samples, strict=True))
         )
-        return StepResult(step_id=ticket.step_id, decode=decode, prefill=prefill)
+        return StepResult(step_id=oldest.step_id, decode=decode, prefill=prefill)
 
     def compiles_after_ready(self) -> int:
         """See ``ports.Runner``."""

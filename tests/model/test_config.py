@@ -13,24 +13,7 @@ from headrace.model.config_files import config_from_gguf, read_config
 from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import GGUFFile
 from headrace.serving.core.errors import ConfigError
-from tests.model.tiny import TINY, hf_config, write_json
-
-SMOLLM2 = ModelConfig(
-    family="llama",
-    vocab_size=49152,
-    num_layers=30,
-    width=576,
-    ffn_width=1536,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_context=8192,
-    rope_theta=100000.0,
-    rms_norm_eps=1e-5,
-    tied_embeddings=True,
-    bos_id=1,
-    eos_ids=(2,),
-)
+from tests.model.tiny import SMOLLM2, TINY, hf_config, write_json
 
 
 @pytest.mark.parametrize(

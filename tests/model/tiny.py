@@ -15,6 +15,22 @@ from headrace.model.config import ModelConfig
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
 
+SMOLLM2 = ModelConfig(
+    family="llama",
+    vocab_size=49152,
+    num_layers=30,
+    width=576,
+    ffn_width=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_context=8192,
+    rope_theta=100000.0,
+    rms_norm_eps=1e-5,
+    tied_embeddings=True,
+    bos_id=1,
+    eos_ids=(2,),
+)
 TINY = ModelConfig(
     family="llama",
     vocab_size=96,

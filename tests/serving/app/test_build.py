@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.model.config import ModelConfig
 from headrace.serving.app.build import (
     DEFAULT_KV_BYTES,
     EngineOptions,
@@ -19,21 +18,8 @@ from headrace.serving.app.build import (
 from headrace.serving.app.fake_engine import step_hook
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.link import FrameDecoder
+from tests.model.tiny import SMOLLM2
 
-SMOLLM2 = ModelConfig(
-    family="llama",
-    vocab_size=49152,
-    num_layers=30,
-    width=576,
-    ffn_width=1536,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_context=8192,
-    rope_theta=100000.0,
-    rms_norm_eps=1e-5,
-    tied_embeddings=True,
-)
 OPTIONS = EngineOptions(model="m.gguf")
 
 

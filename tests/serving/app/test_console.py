@@ -5,26 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.model.config import ModelConfig
 from headrace.serving.app.build import EngineOptions, resolve
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.engine.messages import ProgramInfo, Ready
-
-SMOLLM2 = ModelConfig(
-    family="llama",
-    vocab_size=49152,
-    num_layers=30,
-    width=576,
-    ffn_width=1536,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_context=8192,
-    rope_theta=100_000.0,
-    rms_norm_eps=1e-5,
-    tied_embeddings=True,
-)
+from tests.model.tiny import SMOLLM2
 
 
 def printed(show: object, *arguments: object) -> str:
