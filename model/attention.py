@@ -8,7 +8,8 @@ from headrace.model.config import ModelConfig
 from headrace.model.rope import Rotation, rotate
 from headrace.model.weights import LayerWeights
 from headrace.pallas_kernels import api
-from headrace.pallas_kernels.types import AttnMeta, Implementation
+from headrace.pallas_kernels.kv_quantization import to_pool
+from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool
 
 
 def project(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -20,20 +21,19 @@ def attention(
     w: LayerWeights[jax.Array],
     cfg: ModelConfig,
     x_TD: jax.Array,
-    pool_RKWC: jax.Array,
+    pool: KVPool,
     first_row: jax.Array,
     turn: Rotation,
     meta: AttnMeta,
-    implementation: Implementation,
-) -> tuple[jax.Array, jax.Array]:
+    kernels: Kernels,
+) -> tuple[jax.Array, KVPool]:
     """x_TD is normalized. first_row: row of this layer's page 0. Returns (output [T, D], pool)."""
     q_TNH = rotate(project("TD,DNH->TNH", x_TD, w.q_DNH), turn)
     k_TKH = rotate(project("TD,DKH->TKH", x_TD, w.k_DKH), turn)
     v_TKH = project("TD,DKH->TKH", x_TD, w.v_DKH)
-    pool_RKWC = api.write_pages(pool_RKWC, k_TKH, v_TKH, first_row, meta, implementation=implementation)
-    out_TNH = api.paged_attention(
-        q_TNH, pool_RKWC, first_row, meta, scale=cfg.head_dim**-0.5, implementation=implementation
-    )
+    new = to_pool(k_TKH, v_TKH, pool.pages_RKWC.dtype)
+    spec = AttentionSpec(scale=cfg.head_dim**-0.5)
+    out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, kernels=kernels)
     # One contracted axis: with two, XLA:CPU transposes the weight in every step.
     width = cfg.num_heads * cfg.head_dim
-    return project("TX,XD->TD", out_TNH.reshape(-1, width), w.o_NHD.reshape(width, -1)), pool_RKWC
+    return project("TX,XD->TD", out_TNH.reshape(-1, width), w.o_NHD.reshape(width, -1)), pool

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 
 from headrace.model.attention import attention, project
 from headrace.model.config import ModelConfig
 from headrace.model.norm import rms_norm
 from headrace.model.rope import Rotation, rotation
 from headrace.model.weights import LayerWeights, Weights
-from headrace.pallas_kernels.types import AttnMeta, Implementation
+from headrace.pallas_kernels.kv_quantization import is_quantized
+from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool
 
 Array = jax.Array
 
@@ -36,34 +38,41 @@ def pool_shape(cfg: ModelConfig, num_pages: int, page_tokens: int) -> tuple[int,
     return cfg.num_layers * num_pages, cfg.num_kv_heads, page_tokens, 2 * cfg.head_dim
 
 
+def new_pool(cfg: ModelConfig, num_pages: int, page_tokens: int, dtype: DTypeLike = jnp.float32) -> KVPool:
+    """A pool of zeros, with scales where the type needs them: zeros, since a stale NaN would outlive a mask."""
+    shape = pool_shape(cfg, num_pages, page_tokens)
+    scale = jnp.zeros((*shape[:2], 2, page_tokens)) if is_quantized(jnp.dtype(dtype)) else None
+    return KVPool(jnp.zeros(shape, dtype), scale)
+
+
 def forward(
     weights: Weights[Array],
     inputs: StepInputs,
-    pool_RKWC: Array,
+    pool: KVPool,
     cfg: ModelConfig,
     *,
-    implementation: Implementation = Implementation.REFERENCE,
-) -> tuple[Array, Array]:
+    kernels: Kernels = Kernels(),  # noqa: B008 - frozen
+) -> tuple[Array, KVPool]:
     """Run all layers over the step's tokens.
 
     Args:
       weights: arrays, layers unrolled or stacked. inputs: every id and index in range (nothing is checked here).
-      pool_RKWC: see pool_shape; donate it. implementation: of the kernels.
+      pool: see new_pool; donate it. kernels: which code runs attention.
     Returns: (float32 hidden states [T, D] after the final norm, pool).
     """
     turn = rotation(inputs.position_T, cfg.head_dim, cfg.rope_theta)
-    pages = pool_RKWC.shape[0] // cfg.num_layers
-    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, implementation=implementation)
+    pages = pool.pages_RKWC.shape[0] // cfg.num_layers
+    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, kernels=kernels)
     x_TD = weights.embed_VD.at[inputs.token_T].get(mode="promise_in_bounds").astype(jnp.float32)
     first_row_L = jnp.arange(cfg.num_layers, dtype=jnp.int32) * pages
     if isinstance(weights.layers, LayerWeights):
-        (x_TD, pool_RKWC), _ = lax.scan(
-            lambda carry, xs: (layer(*carry, *xs), None), (x_TD, pool_RKWC), (weights.layers, first_row_L)
+        (x_TD, pool), _ = lax.scan(
+            lambda carry, xs: (layer(*carry, *xs), None), (x_TD, pool), (weights.layers, first_row_L)
         )
     else:
         for index, w in enumerate(weights.layers):
-            x_TD, pool_RKWC = layer(x_TD, pool_RKWC, w, first_row_L[index])
-    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool_RKWC
+            x_TD, pool = layer(x_TD, pool, w, first_row_L[index])
+    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool
 
 
 def logits(weights: Weights[Array], hidden_TD: Array) -> Array:
@@ -79,23 +88,23 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
 
 
 # Jitted by itself, so that unrolled layers are traced and lowered once per program and not once per layer.
-@functools.partial(jax.jit, static_argnames=("cfg", "implementation"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kernels"))
 def _layer(
     x_TD: Array,
-    pool_RKWC: Array,
+    pool: KVPool,
     w: LayerWeights[Array],
     first_row: Array,
     *,
     cfg: ModelConfig,
     turn: Rotation,
     meta: AttnMeta,
-    implementation: Implementation,
-) -> tuple[Array, Array]:
-    attended_TD, pool_RKWC = attention(
-        w, cfg, rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps), pool_RKWC, first_row, turn, meta, implementation
+    kernels: Kernels,
+) -> tuple[Array, KVPool]:
+    attended_TD, pool = attention(
+        w, cfg, rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps), pool, first_row, turn, meta, kernels
     )
     x_TD = x_TD + attended_TD
     m_TD = rms_norm(x_TD, w.ffn_norm_D, cfg.rms_norm_eps)
     gate_TF = project("TD,DF->TF", m_TD, w.gate_DF)
     up_TF = project("TD,DF->TF", m_TD, w.up_DF)
-    return x_TD + project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD), pool_RKWC
+    return x_TD + project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD), pool

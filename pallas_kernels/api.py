@@ -1,57 +1,69 @@
-"""One public function per operation. The implementation is an explicit choice; none falls back to another."""
+"""One public function per operation. The implementation is an explicit choice; none falls back to another.
+
+Each operation is a folder whose ``reference.py``, ``tpu.py`` and ``gpu.py`` hold one function of the operation's
+name and signature. They are imported when first asked for: a deleted ``gpu.py`` costs the GPU kernel and nothing else.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from headrace.pallas_kernels.paged_attention import reference as paged_attention_reference
-from headrace.pallas_kernels.types import AttnMeta, Implementation, UnsupportedCase
-from headrace.pallas_kernels.write_pages import reference as write_pages_reference
+from headrace.pallas_kernels.kv_quantization import is_quantized
+from headrace.pallas_kernels.types import (
+    AttentionSpec,
+    AttnMeta,
+    GroupQuant,
+    Kernels,
+    KVPool,
+    TokenKV,
+    UnsupportedCase,
+)
 
 
 def paged_attention(
     q_TNH: jax.Array,
-    pool_RKWC: jax.Array,
+    new: TokenKV,
+    pool: KVPool,
     first_row: jax.Array | int,
     meta: AttnMeta,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    implementation: Implementation,
-) -> jax.Array:
-    """Causal attention of a mixed batch over paged keys and values, which already hold this step's tokens.
+    sinks_N: jax.Array | None = None,
+    kernels: Kernels,
+) -> tuple[jax.Array, KVPool]:
+    """Store this step's keys and values, and attend from this step's queries to all that is stored up to them.
+
+    With a donated pool the write happens in place.
 
     Args:
       q_TNH: queries, rotated. N is a multiple of K; query head n reads key head n // (N / K).
-      pool_RKWC: pages of all layers of one kind; the key of a head is [..., :H], its value [..., H:].
+      new: this step's keys and values, as the pool stores them.
+      pool: pages of all layers of one kind.
       first_row: row of page 0 of this layer (layer index times pages per layer).
       meta: see AttnMeta. Every index must be in range: the host validates plans, nothing is checked here.
-      scale: factor on the scores.
-      implementation: which kernel runs.
+      spec: scale, window, soft cap.
+      sinks_N: float32, a logit per query head that joins the softmax and carries no value.
+      kernels: which kernel runs.
 
     Returns:
-      float32 [T, N, H]. Rows of padding are finite where the pages of the sequence are; a decode row with kv_len 0
-      gives 0. What a row gives does not depend on the other rows, bit for bit, nor do unwritten or stale parts of
-      pages change it, NaN included.
+      (output [T, N, H] in the type of q, pool). Rows of padding are finite where the pages of the sequence are; a
+      decode row with kv_len 0 gives 0. What a row gives does not depend on the other rows, bit for bit, nor do
+      unwritten or stale parts of pages change it, NaN included; blocks of pages behind the window are not read.
 
     Raises:
       UnsupportedCase: the implementation cannot run these shapes.
     """
-    if q_TNH.shape[1] % pool_RKWC.shape[1]:
-        raise UnsupportedCase(f"{q_TNH.shape[1]} query heads are not a multiple of {pool_RKWC.shape[1]} key heads")
-    if pool_RKWC.shape[3] != 2 * q_TNH.shape[2]:
-        raise UnsupportedCase(f"pool rows of {pool_RKWC.shape[3]} values do not hold two heads of {q_TNH.shape[2]}")
-    match implementation:
-        case Implementation.REFERENCE:
-            return paged_attention_reference.paged_attention(q_TNH, pool_RKWC, first_row, meta, scale=scale)
+    if q_TNH.shape[1] % pool.num_kv_heads:
+        raise UnsupportedCase(f"{q_TNH.shape[1]} query heads are not a multiple of {pool.num_kv_heads} key heads")
+    if pool.head_dim != q_TNH.shape[2]:
+        raise UnsupportedCase(f"pool rows of {2 * pool.head_dim} values do not hold two heads of {q_TNH.shape[2]}")
+    _check_types(new, pool)
+    return _kernel("paged_attention", kernels)(q_TNH, new, pool, first_row, meta, spec, sinks_N, kernels)
 
 
-def write_pages(
-    pool_RKWC: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
-    first_row: jax.Array | int,
-    meta: AttnMeta,
-    *,
-    implementation: Implementation,
-) -> jax.Array:
+def write_pages(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: AttnMeta, *, kernels: Kernels) -> KVPool:
     """Store keys and values of a mixed batch; with a donated pool this happens in place.
 
     A decode row writes one token. A query block writes whole pages, also behind its last real token (the tail of a
@@ -60,6 +72,68 @@ def write_pages(
 
     Args and errors: as paged_attention.
     """
-    match implementation:
-        case Implementation.REFERENCE:
-            return write_pages_reference.write_pages(pool_RKWC, k_TKH, v_TKH, first_row, meta)
+    _check_types(new, pool)
+    return _kernel("write_pages", kernels)(new, pool, first_row, meta, kernels)
+
+
+def quant_matmul(x_MK: jax.Array, weight: GroupQuant, *, kernels: Kernels) -> jax.Array:
+    """x @ (scale * values + offset), accumulated in float32, without a dequantized weight in memory.
+
+    Args:
+      x_MK: float32 or bfloat16. weight: [K, N].
+    Returns: float32 [M, N].
+    Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
+    """
+    _check_weight(x_MK, weight, rank=2)
+    return _kernel("quant_matmul", kernels)(x_MK, weight, kernels)
+
+
+def grouped_matmul(
+    x_MK: jax.Array,
+    weight: jax.Array | GroupQuant,
+    group_sizes_G: jax.Array,
+    *,
+    group_offset: jax.Array | int = 0,
+    kernels: Kernels,
+) -> jax.Array:
+    """Each row times the weight of its expert; rows are sorted by expert.
+
+    Args:
+      x_MK: float32 or bfloat16, rows of expert 0 first.
+      weight: [E, K, N], or GroupQuant of such values; experts group_offset .. group_offset + E of all G.
+      group_sizes_G: i32, rows of every expert of the model, in order; their sum is at most M.
+      group_offset: first expert of this shard.
+    Returns: float32 [M, N]; zeros in rows of experts elsewhere, and behind the last group.
+    Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
+    """
+    _check_weight(x_MK, weight, rank=3)
+    return _kernel("grouped_matmul", kernels)(x_MK, weight, group_sizes_G, group_offset, kernels)
+
+
+def _kernel(operation: str, kernels: Kernels) -> Callable[..., Any]:
+    module = f"headrace.pallas_kernels.{operation}.{kernels.implementation}"
+    try:
+        return getattr(importlib.import_module(module), operation)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UnsupportedCase(f"{operation} has no {kernels.implementation} implementation") from error
+
+
+def _check_types(new: TokenKV, pool: KVPool) -> None:
+    dtype = pool.pages_RKWC.dtype
+    if new.kv_TKC.dtype != dtype:
+        raise UnsupportedCase(f"tokens of {new.kv_TKC.dtype} do not go into a pool of {dtype}")
+    for name, scale in (("a pool", pool.scale_RK2W), ("tokens", new.scale_TK2)):
+        if is_quantized(dtype) != (scale is not None):
+            raise UnsupportedCase(f"{name} of {dtype} {'without scales' if scale is None else 'with scales'}")
+
+
+def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant, rank: int) -> None:
+    values = weight.values_KN if isinstance(weight, GroupQuant) else weight
+    if values.ndim != rank or values.shape[-2] != x_MK.shape[1]:
+        raise UnsupportedCase(f"a weight of shape {values.shape} does not fit inputs of shape {x_MK.shape}")
+    if isinstance(weight, GroupQuant):
+        shape, scales, group = values.shape, weight.scale_GN.shape, weight.group
+        if shape[-2] % group or scales != (*shape[:-2], shape[-2] // group, shape[-1]):
+            raise UnsupportedCase(f"scales of shape {scales} for values of shape {shape} in groups of {group}")

@@ -10,7 +10,8 @@ from headrace.pallas_kernels.types import AttnMeta
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCase:
     """decode_lens: tokens of each decode row's sequence, 0 is a padding row. segments: (start, tokens) of each prefill
-    segment; start is a multiple of page_tokens. padding_blocks: query blocks behind the segments."""
+    segment; start is a multiple of page_tokens. padding_blocks: query blocks behind the segments. shared_pages: the
+    first pages of the longest sequence that every sequence with as many whole pages from earlier steps shares."""
 
     name: str
     num_heads: int
@@ -21,6 +22,7 @@ class BatchCase:
     segments: tuple[tuple[int, int], ...] = ()
     block_tokens: int = 32
     padding_blocks: int = 0
+    shared_pages: int = 0
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
@@ -33,6 +35,11 @@ class BatchCase:
     @property
     def num_tokens(self) -> int:
         return len(self.decode_lens) + self.num_blocks * self.block_tokens
+
+    @property
+    def old_lens(self) -> tuple[int, ...]:
+        """Tokens of each sequence that earlier steps stored."""
+        return *(max(length - 1, 0) for length in self.decode_lens), *(start for start, _ in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,11 @@ def make_batch(case: BatchCase, seed: int, spare_pages: int = 3) -> Batch:
     table = np.zeros((len(needed), max(needed, default=0) + 1), np.int32)
     for index, count in enumerate(needed):
         table[index, :count] = [free.pop() for _ in range(count)]
+    if case.shared_pages:
+        longest = int(np.argmax(case.kv_lens))
+        for index, old in enumerate(case.old_lens):
+            if old // case.page_tokens >= case.shared_pages:
+                table[index, : case.shared_pages] = table[longest, : case.shared_pages]
     decode = len(case.decode_lens)
     rows = [(i, i, length - 1) for i, length in enumerate(case.decode_lens) if length]
     blocks: list[tuple[int, int, int]] = []

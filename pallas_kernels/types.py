@@ -1,19 +1,27 @@
-"""Arrays that attention kernels share, and the error of an implementation that cannot run.
+"""Arrays that kernels share, the choice of an implementation, and the error of one that cannot run.
 
 Axis letters (others: model/shapes.py): Z sequences of the step (decode rows, then prefill segments) · J query blocks ·
-R rows of the pool (layers times pages) · C key and value of one head side by side (2H).
+R rows of the pool (layers times pages) · W tokens of a page · C key and value of one head side by side (2H) ·
+G groups of a quantized weight along its contraction axis.
 """
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import jax
 from flax import struct
+
+Blocks = TypeVar("Blocks")
 
 
 class Implementation(StrEnum):
     """How an operation runs; always an explicit choice."""
 
     REFERENCE = "reference"
+    TPU = "tpu"
+    GPU = "gpu"
 
 
 class UnsupportedCase(ValueError):
@@ -22,6 +30,94 @@ class UnsupportedCase(ValueError):
     def __init__(self, why: str) -> None:
         self.why = why
         super().__init__(why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which code runs the operations: chosen once at start, static in every program.
+
+    chip: an entry of ``chips.CHIPS``, given and never asked of ``jax.devices()``, so that programs can be compiled for
+      a chip that is not there. None for the reference.
+    interpret: what ``pallas_call`` gets as ``interpret``: False, True, or parameters of an interpreter.
+    blocks: explicit block sizes, one frozen dataclass at most of each operation's kind; they win over tuned ones.
+    """
+
+    implementation: Implementation = Implementation.REFERENCE
+    chip: str | None = None
+    interpret: Hashable = False
+    blocks: tuple[Hashable, ...] = ()
+
+    def explicit(self, kind: type[Blocks]) -> Blocks | None:
+        """The given block sizes of this kind."""
+        return next((blocks for blocks in self.blocks if isinstance(blocks, kind)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What is fixed in one layer's attention.
+
+    scale: factor on the scores. window: a query at position p sees keys at p - window + 1 .. p; None = all before it.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap), after the scale.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@struct.dataclass
+class KVPool:
+    """Pages of keys and values of all layers of one kind; donate it.
+
+    pages_RKWC: float32, bfloat16, int8 or an 8-bit float. The key of a head is [..., :H], its value [..., H:]; page p
+      of layer l is row l * P + p, and page 0 of each layer is the null page.
+    scale_RK2W: float32, factors of each token's key (0) and value (1), where pages are 8 bits wide; else None.
+    """
+
+    pages_RKWC: jax.Array
+    scale_RK2W: jax.Array | None = None
+
+    @property
+    def page_tokens(self) -> int:
+        return self.pages_RKWC.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pages_RKWC.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.pages_RKWC.shape[3] // 2
+
+
+@struct.dataclass
+class TokenKV:
+    """This step's keys and values as the pool stores them (``kv_quantization.to_pool``).
+
+    kv_TKC: in the pool's type. scale_TK2: float32, or None like the pool's.
+    """
+
+    kv_TKC: jax.Array
+    scale_TK2: jax.Array | None = None
+
+    def rows(self, first: int, last: int | None = None) -> "TokenKV":
+        """Tokens first..last of the flat batch."""
+        scale = None if self.scale_TK2 is None else self.scale_TK2[first:last]
+        return TokenKV(self.kv_TKC[first:last], scale)
+
+
+@struct.dataclass
+class GroupQuant:
+    """A weight [K, N] (or [E, K, N]) of small integers: scale * value + offset, one scale per group of K and column.
+
+    values_KN: int8 or int4. scale_GN, offset_GN: bfloat16 or float32, G = K / group; offset None = symmetric.
+    group: values along K that share a scale; K itself makes it one scale per output channel.
+    """
+
+    values_KN: jax.Array
+    scale_GN: jax.Array
+    offset_GN: jax.Array | None = None
+    group: int = struct.field(pytree_node=False, kw_only=True)
 
 
 @struct.dataclass

@@ -11,12 +11,12 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import StepInputs, forward, logits
 from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample
 from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import Implementation
+from headrace.pallas_kernels.types import Kernels, KVPool
 from headrace.serving.core.plan import Bucket, ProgramKind, SampledToken, TokenLogprobs
 from headrace.serving.runner.inputs import Fields, InputLayout
 
 Array = jax.Array
-Step = Callable[[Weights[Array], Array, SamplingState, Array], tuple[Array, SamplingState, Array]]
+Step = Callable[[Weights[Array], KVPool, SamplingState, Array], tuple[KVPool, SamplingState, Array]]
 """(weights, pool, state, packed inputs) -> (pool, state, packed results)."""
 
 
@@ -27,15 +27,15 @@ def program_name(bucket: Bucket) -> str:
     return f"mixed-{bucket.decode_rows}+{bucket.prefill_tokens}"
 
 
-def make_step(cfg: ModelConfig, layout: InputLayout, implementation: Implementation) -> Step:
+def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels) -> Step:
     """The function of one bucket, to be jitted with pool and state donated."""
 
     def step(
-        weights: Weights[Array], pool: Array, state: SamplingState, packed: Array
-    ) -> tuple[Array, SamplingState, Array]:
+        weights: Weights[Array], pool: KVPool, state: SamplingState, packed: Array
+    ) -> tuple[KVPool, SamplingState, Array]:
         fields = layout.unpack(packed)
         inputs = _step_inputs(layout, fields, state)
-        hidden_TD, pool = forward(weights, inputs, pool, cfg, implementation=implementation)
+        hidden_TD, pool = forward(weights, inputs, pool, cfg, kernels=kernels)
         # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
         sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
         hidden_RD = hidden_TD.at[sampled_row].get(mode="promise_in_bounds")

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.model.decoder import pool_shape
+from headrace.model.decoder import new_pool
 from headrace.model.load import LoadedModel
-from headrace.pallas_kernels.types import Implementation
+from headrace.pallas_kernels.types import Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
@@ -58,7 +58,7 @@ class JaxRunner:
     Args:
       model: host weights; they are placed on the default device.
       config: its buckets are the programs; num_pages the pool.
-      implementation: of the kernels.
+      kernels: which code runs attention.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class JaxRunner:
         model: LoadedModel,
         config: SchedulerConfig,
         *,
-        implementation: Implementation = Implementation.REFERENCE,
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
         self._model_config = model.config
         self._config = config
-        self._implementation = implementation
+        self._kernels = kernels
         self._vocab_size = model.config.vocab_size
         self._weights = jax.device_put(model.weights)
-        self._pool = jnp.zeros(pool_shape(model.config, config.num_pages, config.page_size))
+        self._pool = new_pool(model.config, config.num_pages, config.page_size)
         self._state = initial_state(config.num_slots, self._vocab_size)
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
@@ -154,9 +154,9 @@ class JaxRunner:
 
     def poison_pages(self, page_ids: Sequence[int]) -> None:
         """Tests only: overwrite pages of all layers with NaN, so that a read of one shows in every result."""
-        pool = np.array(self._pool)
-        pool.reshape(self._model_config.num_layers, self._config.num_pages, -1)[:, list(page_ids)] = np.nan
-        self._pool = jax.device_put(pool)
+        pages = np.array(self._pool.pages_RKWC)
+        pages.reshape(self._model_config.num_layers, self._config.num_pages, -1)[:, list(page_ids)] = np.nan
+        self._pool = KVPool(jax.device_put(pages))
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         program = self._programs[program_name(bucket)]
@@ -171,7 +171,7 @@ class JaxRunner:
         scalars = jax.ShapeDtypeStruct((SCALARS,), jnp.int32)
         programs = {
             program_name(bucket): Program(
-                function=make_step(self._model_config, layout, self._implementation),
+                function=make_step(self._model_config, layout, self._kernels),
                 donated=(1, 2),
                 arguments=(
                     *shapes(self._weights, self._pool, self._state),

@@ -13,7 +13,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import StepInputs, forward, pool_shape, stack_layers
 from headrace.model.init import init_weights
 from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import AttnMeta
+from headrace.pallas_kernels.types import AttnMeta, KVPool
 from tests.model.tiny import TINY
 
 PAGE, BLOCK, PAGES, MAX_PAGES = 4, 8, 64, 16
@@ -46,7 +46,7 @@ class Segment:
 
 @functools.cache
 def step(cfg: ModelConfig):  # type: ignore[no-untyped-def]
-    def run(weights: Weights[jax.Array], inputs: StepInputs, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(weights: Weights[jax.Array], inputs: StepInputs, pool: KVPool) -> tuple[jax.Array, KVPool]:
         hidden, pool = forward(weights, inputs, pool, cfg)
         return decoder.logits(weights, hidden), pool
 
@@ -94,22 +94,22 @@ def batch(decode: list[Segment | None], prefill: list[Segment], blocks: int) -> 
 def run(
     cfg: ModelConfig,
     weights: Weights[jax.Array],
-    pool: jax.Array,
+    pool: KVPool,
     decode: list[Segment | None],
     prefill: list[Segment],
     blocks: int,
-) -> tuple[np.ndarray, jax.Array]:
+) -> tuple[np.ndarray, KVPool]:
     """Logits after each sequence's last token."""
     inputs, last = batch(decode, prefill, blocks)
     out, pool = step(cfg)(weights, inputs, pool)
     return np.asarray(out)[last], pool
 
 
-def new_pool(cfg: ModelConfig, fill: float = 0.0) -> jax.Array:
+def new_pool(cfg: ModelConfig, fill: float = 0.0) -> KVPool:
     """The null page is zeros; others hold fill."""
     pool = np.full(pool_shape(cfg, PAGES, PAGE), fill, np.float32)
     pool[::PAGES] = 0
-    return jnp.asarray(pool)
+    return KVPool(jnp.asarray(pool))
 
 
 def pages(seed: int, count: int = 12) -> tuple[int, ...]:
@@ -167,13 +167,13 @@ class TestOracle:
         unrolled, pool = run(cfg, weights_of(cfg), new_pool(cfg), [None], [segment], blocks=6)
         scanned, scanned_pool = run(cfg, stack_layers(weights_of(cfg)), new_pool(cfg), [None], [segment], blocks=6)
         np.testing.assert_allclose(scanned[1], unrolled[1], atol=1e-5)
-        np.testing.assert_allclose(np.asarray(scanned_pool), np.asarray(pool), atol=1e-5)
+        np.testing.assert_allclose(scanned_pool.pages_RKWC, pool.pages_RKWC, atol=1e-5)
 
 
 class TestBits:
     """Within one program a row's bits depend on nothing but its own sequence."""
 
-    def prepared(self, own: tuple[int, ...], fill: float = 0.0) -> jax.Array:
+    def prepared(self, own: tuple[int, ...], fill: float = 0.0) -> KVPool:
         """A pool in which the first 21 tokens of IDS are cached in own."""
         _, pool = run(TINY, weights_of(TINY), new_pool(TINY, fill), [None], [Segment(IDS, 0, 21, own)], blocks=6)
         return pool

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from headrace.model.decoder import StepInputs, forward, logits, pool_shape
+from headrace.model.decoder import StepInputs, forward, logits, new_pool
 from headrace.model.load import LoadedModel
 from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import Implementation
+from headrace.pallas_kernels.types import KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import Bucket, PrefillSegment, ProgramKind, SlotRef, StepPlan
 from headrace.serving.runner.inputs import InputLayout
@@ -54,7 +54,7 @@ class ForcedDecoder:
         self._layout = InputLayout(self._bucket, self._config, model.config.vocab_size)
         self._model_config = model.config
         self._weights = jax.device_put(model.weights)
-        self._pool = jnp.zeros(pool_shape(model.config, pages + 1, page_size))
+        self._pool = new_pool(model.config, pages + 1, page_size)
         self._page_ids = tuple(int(page) for page in np.random.default_rng(pages).permutation(pages) + 1)
         self._step = jax.jit(self._run, donate_argnums=1)
 
@@ -77,7 +77,7 @@ class ForcedDecoder:
         )
         return StepPlan(step_id=0, bucket=self._bucket, loads=(), decode=(), prefill=(segment,))
 
-    def _run(self, weights: Weights[Array], pool: Array, packed: Array, target_T: Array) -> tuple[Array, Array]:
+    def _run(self, weights: Weights[Array], pool: KVPool, packed: Array, target_T: Array) -> tuple[KVPool, Array]:
         fields, layout = self._layout.unpack(packed), self._layout
         meta = layout.meta(fields)
         position_T = (fields.blk_pos_J[:, None] + jnp.arange(self._config.block_tokens)).reshape(-1)
@@ -86,6 +86,6 @@ class ForcedDecoder:
             position_T=jnp.concatenate([meta.position_B, position_T]),
             meta=meta,
         )
-        hidden_TD, pool = forward(weights, inputs, pool, self._model_config, implementation=Implementation.REFERENCE)
+        hidden_TD, pool = forward(weights, inputs, pool, self._model_config)
         logprob_TV = jax.nn.log_softmax(logits(weights, hidden_TD[layout.rows :]))
         return pool, jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]

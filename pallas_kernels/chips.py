@@ -1,0 +1,115 @@
+"""What a kernel and its cost model need to know of a chip. Per chip (a TPU7x chip is two cores, each a device to JAX).
+
+Sources: TPU bandwidth, VMEM and cores from JAX's ``pltpu.TpuInfo``; HBM sizes and peak rates from Google's and NVIDIA's
+data sheets; the v6e clock is inferred from its peak rate (918 TFLOP/s = 4 MXUs of 256 x 256 products at 1.75 GHz).
+"""
+
+from dataclasses import dataclass
+
+from headrace.pallas_kernels.types import Implementation, UnsupportedCase
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One JAX device. on_chip_bytes: VMEM of a TPU core, or shared memory that one GPU block may use.
+
+    topology: what ``topologies.get_topology_desc`` calls the smallest slice of TPUs. clock_hz: None where no source
+    gives it. fp8: the type that 8-bit float pages have; None = refused.
+    """
+
+    name: str
+    implementation: Implementation
+    device_kinds: tuple[str, ...]
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    matmul_bf16_per_s: float
+    on_chip_bytes: int
+    fp8: str | None
+    topology: str | None = None
+    clock_hz: float | None = None
+
+
+_TPU, _GPU = Implementation.TPU, Implementation.GPU
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v5e",
+            implementation=_TPU,
+            device_kinds=("TPU v5 lite", "TPU v5e"),
+            hbm_bytes=16 * GIB,
+            hbm_bytes_per_s=0.82e12,
+            matmul_bf16_per_s=197e12,
+            on_chip_bytes=128 * MIB,
+            fp8=None,
+            topology="v5e:2x2",
+            clock_hz=1.5e9,
+        ),
+        Chip(
+            name="v5p",
+            implementation=_TPU,
+            device_kinds=("TPU v5", "TPU v5p"),
+            hbm_bytes=95 * GIB,
+            hbm_bytes_per_s=2.46e12,
+            matmul_bf16_per_s=459e12,
+            on_chip_bytes=64 * MIB,
+            fp8=None,
+            topology="v5p:2x2x1",
+            clock_hz=1.75e9,
+        ),
+        Chip(
+            name="v6e",
+            implementation=_TPU,
+            device_kinds=("TPU v6 lite", "TPU v6e"),
+            hbm_bytes=32 * GIB,
+            hbm_bytes_per_s=1.64e12,
+            matmul_bf16_per_s=918e12,
+            on_chip_bytes=128 * MIB,
+            fp8="float8_e5m2",
+            topology="v6e:2x2",
+            clock_hz=1.75e9,
+        ),
+        Chip(
+            name="tpu7x",
+            implementation=_TPU,
+            device_kinds=("TPU7x", "TPU v7x"),
+            hbm_bytes=96 * GIB,
+            hbm_bytes_per_s=3.69e12,
+            matmul_bf16_per_s=1153e12,
+            on_chip_bytes=64 * MIB,
+            fp8="float8_e4m3fn",
+            topology="tpu7x:2x2x1",
+        ),
+        Chip(
+            name="h100",
+            implementation=_GPU,
+            device_kinds=("NVIDIA H100 80GB HBM3",),
+            hbm_bytes=80 * GIB,
+            hbm_bytes_per_s=3.35e12,
+            matmul_bf16_per_s=989e12,
+            on_chip_bytes=232_448,
+            fp8="float8_e4m3fn",
+        ),
+        Chip(
+            name="h200",
+            implementation=_GPU,
+            device_kinds=("NVIDIA H200",),
+            hbm_bytes=141 * GIB,
+            hbm_bytes_per_s=4.8e12,
+            matmul_bf16_per_s=989e12,
+            on_chip_bytes=232_448,
+            fp8="float8_e4m3fn",
+        ),
+    )
+}
+
+
+def chip_of(device_kind: str) -> Chip:
+    """The chip that JAX calls device_kind. Raises: UnsupportedCase listing what is known."""
+    for chip in CHIPS.values():
+        if device_kind in chip.device_kinds:
+            return chip
+    known = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
+    raise UnsupportedCase(f"no kernels were compiled for {device_kind!r}; known: {known}")
