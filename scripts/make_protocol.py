@@ -21,7 +21,7 @@ from headrace.serving.edge.guards import ConnectionLimits
 from headrace.serving.edge.server import ServerConfig
 from headrace.serving.edge.session import MAX_UNREAD_ANSWERS, SessionConfig
 from headrace.serving.edge.stream_endpoint import StreamConfig
-from headrace.serving.edge.strict_json import MAX_CONTAINERS, MAX_DEPTH, MAX_KEYS
+from headrace.serving.edge.strict_json import MAX_COMMAS, MAX_CONTAINERS, MAX_DEPTH, MAX_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "PROTOCOL.md"
@@ -158,7 +158,8 @@ def limits() -> str:
         ("live streams of a socket", str(session.max_streams), "`too_many_streams`"),
         ("message", f"{messages.MAX_FRAME_BYTES:,} bytes in {connection.max_fragments:,} fragments, "
          f"{connection.message_s:g} s between the first and the last", "1009, 1009, 1008"),
-        ("JSON", f"nesting {MAX_DEPTH}, {MAX_CONTAINERS:,} arrays and objects, {MAX_KEYS:,} keys", "4400"),
+        ("JSON", f"nesting {MAX_DEPTH}, {MAX_CONTAINERS:,} arrays and objects, {MAX_KEYS:,} keys, "
+         f"{MAX_COMMAS:,} commas between values", "4400"),
         ("WebSocket pings and pongs from the client", f"{connection.control_per_s:g} per second, "
          f"{connection.control_burst:g} at once", "1008"),
         ("answers that wait to be read", f"{MAX_UNREAD_ANSWERS:,}", "4429"),

@@ -80,13 +80,13 @@ class _Operations:
             raise ApiError(ErrorCode.MISSING_FIELD, "tokens is required.", param="tokens")
         ids: tuple[int, ...] = values["tokens"]
         vocab_size = self._service.config.vocab_size
-        for position, token_id in enumerate(ids):
-            if token_id >= vocab_size:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"tokens[{position}] must be a token id from 0 to {vocab_size - 1}.",
-                    param="tokens",
-                )
+        if max(ids, default=0) >= vocab_size:
+            position = next(position for position, token_id in enumerate(ids) if token_id >= vocab_size)
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"tokens[{position}] must be a token id from 0 to {vocab_size - 1}.",
+                param="tokens",
+            )
         return json_response({"prompt": await self._service.preparation.text(ids)})
 
     async def _values(self, request: Request, fields: tuple[Field, ...]) -> Values | None:
