@@ -13,8 +13,12 @@ from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPo
 
 
 def project(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A product that accumulates and returns float32, at float32 precision (a GPU or TPU would round its inputs)."""
-    return jnp.einsum(equation, x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    """A product in the weight's type, accumulated and returned in float32.
+
+    float32 is meant as such: by default a GPU or TPU would round the inputs.
+    """
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32)
 
 
 def attention(
@@ -28,7 +32,8 @@ def attention(
     kernels: Kernels,
 ) -> tuple[jax.Array, KVPool]:
     """x_TD is normalized. first_row: row of this layer's page 0. Returns (output [T, D], pool)."""
-    q_TNH = rotate(project("TD,DNH->TNH", x_TD, w.q_DNH), turn)
+    # Queries are in the type of products, like every other activation that a product reads.
+    q_TNH = rotate(project("TD,DNH->TNH", x_TD, w.q_DNH), turn).astype(w.q_DNH.dtype)
     k_TKH = rotate(project("TD,DKH->TKH", x_TD, w.k_DKH), turn)
     v_TKH = project("TD,DKH->TKH", x_TD, w.v_DKH)
     new = to_pool(k_TKH, v_TKH, pool.pages_RKWC.dtype)

@@ -53,7 +53,7 @@ def load_model(
 
     Args:
       path: a GGUF file, or a directory with config.json and safetensors.
-      dtype: of the weights in memory.
+      dtype: of the matrices in memory, float32 or bfloat16 (vectors are float32).
       progress: called after each tensor.
     Raises: ModelFileError, which names the file, and the tensor where one is at fault: missing, extra, of the wrong
       shape or an unsupported type, not finite.

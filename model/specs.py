@@ -62,7 +62,7 @@ class ParamSpec:
 def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weights[ParamSpec]:
     """Specs of all weights of a model, in the tree of its ``Weights``.
 
-    dtype: of every weight in memory; files may hold another.
+    dtype: of matrices in memory; vectors (of norms) are float32, which costs nothing. Files may hold other types.
     """
     family = family_named(cfg.family)
     of = np.dtype(dtype)
@@ -75,7 +75,7 @@ def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weight
         return ParamSpec(
             name=path,
             shape=shape,
-            dtype=of,
+            dtype=of if len(axes) > 1 else np.dtype(np.float32),
             logical_axes=names,
             init=init,
             source=source,

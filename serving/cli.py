@@ -12,7 +12,14 @@ from rich.console import Console
 
 from headrace.model.errors import ModelFileError
 from headrace.model.pull import CATALOG, DEFAULT_MODEL, PullError, ResolvedModel, default_cache_dir, resolve_model
-from headrace.serving.app.build import EngineOptions
+from headrace.serving.app.build import (
+    ATTENTIONS,
+    DEFAULT_MEMORY_FRACTION,
+    DEVICES,
+    DTYPES,
+    KV_DTYPES,
+    EngineOptions,
+)
 from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
 from headrace.serving.app.options import ServeOptions, default_compile_cache
@@ -38,6 +45,7 @@ SAMPLING_FLAGS = (
 network = section("Network")
 access = section("Access")
 model = section("Model")
+compute = section("Compute")
 memory = section("Memory and steps")
 sampling = section("Generation")
 output = section("Output")
@@ -91,14 +99,45 @@ def _find_model(name: str, cache_dir: Path | None) -> ResolvedModel:
 def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The options that ``serve`` and ``generate`` share, listed in this order. max_streams: its default."""
     options = (
+        compute(
+            "--device", type=click.Choice(DEVICES), default="auto", help="Where the model runs; auto: as JAX has it."
+        ),
+        compute(
+            "--attention",
+            type=click.Choice(ATTENTIONS),
+            default="auto",
+            help="Whose attention kernels run; auto: the device's, reference (plain XLA) on CPU. Nothing falls back.",
+        ),
+        compute(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default="auto",
+            help="Type of weights and products; auto: bfloat16 on GPU and TPU, float32 on CPU.",
+        ),
+        compute(
+            "--kv-dtype",
+            type=click.Choice(KV_DTYPES),
+            default="auto",
+            help="Type of stored keys and values; auto: that of --dtype, fp8: the chip's own 8-bit float.",
+        ),
         memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
         memory("--max-streams", type=int, default=max_streams, help="Requests that generate at the same time."),
-        memory("--page-size", type=int, default=16, help="Tokens in a page of KV memory."),
-        memory("--pages", type=int, help="Pages of KV memory.  [default: what --kv-memory holds]"),
+        memory(
+            "--page-size",
+            type=int,
+            help="Tokens in a page of KV memory.  [default: 16 on CPU; 64 on GPU; 64 on TPU, 128 with 8-bit KV]",
+        ),
+        memory("--pages", type=int, help="Pages of KV memory.  [default: what --kv-memory or the device holds]"),
         memory(
             "--kv-memory",
             type=ByteSize(),
-            help="Bytes of KV memory, such as 2GiB.  [default: --max-streams contexts, at most 1GiB]",
+            help="Bytes of KV memory, such as 2GiB.  [default on CPU: --max-streams contexts, at most 1GiB]",
+        ),
+        memory(
+            "--memory-fraction",
+            type=click.FloatRange(0, 1, min_open=True),
+            help="Share of the device's memory to use: what weights and programs leave of it becomes KV pages; on CPU, "
+            f"of what is free at the start.  [default: {DEFAULT_MEMORY_FRACTION} on GPU and TPU]",
         ),
         memory("--chunk-tokens", type=int, default=256, help="Most prompt tokens of one step."),
         memory("--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of prompts seen before."),
@@ -123,9 +162,14 @@ def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[
 def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
     return EngineOptions(
         model=str(found.path),
+        device=flags["device"],
+        attention=flags["attention"],
+        dtype=flags["dtype"],
+        kv_dtype=flags["kv_dtype"],
         page_size=flags["page_size"],
         pages=flags["pages"],
         kv_bytes=flags["kv_memory"],
+        memory_fraction=flags["memory_fraction"],
         num_slots=flags["max_streams"],
         context=flags["context"],
         chunk_tokens=flags["chunk_tokens"],

@@ -1,25 +1,32 @@
-"""From resolved options to a scheduler configuration, a runner and a launch order. Only build_engine imports JAX.
+"""From options to a scheduler configuration, a runner and a launch order. Only build_engine imports JAX.
 
-``resolve`` is arithmetic: the server prints it before anything is loaded.
+``check`` and ``resolve`` are arithmetic. What depends on the device (types, page size, on accelerators the number of
+pages) is known in the engine process alone, which reports it when it is ready.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from headrace.model.config import ModelConfig
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.link import encode_frame
 from headrace.serving.engine.ports import Progress, Runner
 
-KV_ITEM_BYTES = 4
-"""KV is float32."""
 QUERY_BLOCK_TOKENS = 64
 """A prefill segment is padded to this many tokens where the chunk allows: a block of queries reads the KV once."""
 DEFAULT_KV_BYTES = 1 << 30
+"""On CPU, where memory is shared with everything else."""
+DEFAULT_MEMORY_FRACTION = 0.9
+"""On accelerators. The rest is for code, fragments and what the compiler does not report."""
+DEVICES = ("auto", "cpu", "gpu", "tpu")
+ATTENTIONS = ("auto", "tpu", "gpu", "reference")
+DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 LADDER_STEP = 4
 """Between programs of a ladder; a row or token of padding costs less than one more program to compile."""
 
@@ -41,15 +48,23 @@ class FakeOptions:
 class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
-    model: path of a .gguf file or a model directory. pages or kv_bytes: size of the KV pool, one at most; None = enough
-    for num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt
-    tokens of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none.
+    model: path of a .gguf file or a model directory. device, attention, dtype, kv_dtype: see DEVICES and the others.
+    page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV pool, one at most; None
+    = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for num_slots full contexts, at most
+    DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens of a step, a multiple of
+    page_size. compile_cache: directory of compiled programs; None = none. interpret: tests only, no command-line option
+    leads here: kernels run in Pallas's plain interpreter, on any device.
     """
 
     model: str
-    page_size: int = 16
+    device: str = "auto"
+    attention: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    page_size: int | None = None
     pages: int | None = None
     kv_bytes: int | None = None
+    memory_fraction: float | None = None
     num_slots: int = 16
     context: int | None = None
     chunk_tokens: int = 256
@@ -57,53 +72,72 @@ class EngineOptions:
     max_queued_requests: int = 512
     max_queued_prompt_tokens: int = 524_288
     compile_cache: str | None = None
+    interpret: bool = False
     fake: FakeOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedEngine:
-    """scheduler: what runs. kv_bytes_per_token: of all layers. kv_bytes: of the pool, null page included."""
+    """scheduler: what runs. kv: how pages are stored. kv_bytes_per_token: of all layers, with factors. memory: what the
+    number of pages comes from, None where it was given or is CPU's default."""
 
     scheduler: SchedulerConfig
+    kv: KVFormat
     kv_bytes_per_token: int
-    kv_bytes: int
+    memory: DeviceMemory | None = None
 
     @property
-    def full_contexts(self) -> float:
-        """How many sequences of max_context tokens the pool holds."""
-        config = self.scheduler
-        return (config.num_pages - 1) / config.max_pages_per_sequence
+    def kv_bytes(self) -> int:
+        """Of the pool, null page included."""
+        return self.kv_bytes_per_token * self.scheduler.page_size * self.scheduler.num_pages
+
+    def in_memory(self, memory: DeviceMemory) -> "ResolvedEngine":
+        """The same with as many pages as fit. Raises: ConfigError where none does."""
+        return replace(self, scheduler=replace(self.scheduler, num_pages=memory.num_pages), memory=memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
+    """device: platform and kind. attention: whose kernels run. dtype: of weights and products."""
+
     runner: Runner
     resolved: ResolvedEngine
     model_hash: str
     weights_bytes: int
     device: str
+    attention: str
+    dtype: str
 
 
-def resolve(options: EngineOptions, model: ModelConfig) -> ResolvedEngine:
-    """Check the options against the model and fill in the defaults. Raises ConfigError naming option and remedy."""
-    for name in ("page_size", "num_slots", "chunk_tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least 1")
+def check(options: EngineOptions, model: ModelConfig) -> None:
+    """Refuse what no device would take, before an engine is started. Raises: ConfigError naming option and remedy."""
+    floats = options.kv_dtype in ("float32", "bfloat16")
+    resolve(options, model, KVFormat(dtype=options.kv_dtype if floats else "int8"))
+
+
+def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat()) -> ResolvedEngine:  # noqa: B008
+    """Check the options against the model and the device's way to store KV, and fill in the defaults.
+
+    The number of pages is that of a CPU; ``ResolvedEngine.in_memory`` changes it. Raises: ConfigError naming option and
+    remedy.
+    """
+    page_size = kv.page_tokens if options.page_size is None else options.page_size
+    _check_values(options, page_size, kv)
     context = model.max_context if options.context is None else options.context
     if context > model.max_context:
         raise ConfigError(f"context {context} is more than the {model.max_context} positions of the model")
-    if options.chunk_tokens % options.page_size:
-        near = max(options.chunk_tokens // options.page_size, 1) * options.page_size
+    if options.chunk_tokens % page_size:
+        near = max(options.chunk_tokens // page_size, 1) * page_size
         raise ConfigError(
-            f"chunk_tokens {options.chunk_tokens} must be a multiple of page_size {options.page_size}; try {near}"
+            f"chunk_tokens {options.chunk_tokens} must be a multiple of page_size {page_size}; try {near}"
         )
-    block = query_block(options.page_size, options.chunk_tokens)
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * KV_ITEM_BYTES
-    page_bytes = per_token * options.page_size
+    block = query_block(page_size, options.chunk_tokens)
+    per_token = kv.token_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+    wanted = 1 + options.num_slots * -(-context // page_size)
     scheduler = SchedulerConfig(
         num_slots=options.num_slots,
-        page_size=options.page_size,
-        num_pages=_num_pages(options, context, page_bytes),
+        page_size=page_size,
+        num_pages=_num_pages(options, wanted, per_token * page_size),
         max_context=context,
         chunk_tokens=options.chunk_tokens,
         block_tokens=block,
@@ -113,7 +147,36 @@ def resolve(options: EngineOptions, model: ModelConfig) -> ResolvedEngine:
         max_queued_prompt_tokens=options.max_queued_prompt_tokens,
         prefix_cache=options.prefix_cache,
     )
-    return ResolvedEngine(scheduler=scheduler, kv_bytes_per_token=per_token, kv_bytes=page_bytes * scheduler.num_pages)
+    return ResolvedEngine(scheduler=scheduler, kv=kv, kv_bytes_per_token=per_token)
+
+
+def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
+    for flag, value, known in (
+        ("--device", options.device, DEVICES),
+        ("--attention", options.attention, ATTENTIONS),
+        ("--dtype", options.dtype, DTYPES),
+        ("--kv-dtype", options.kv_dtype, KV_DTYPES),
+    ):
+        if value not in known:
+            raise ConfigError(f"{flag} {value!r} is not known; it can be {', '.join(known)}")
+    for name, value in (
+        ("page_size", page_size),
+        ("num_slots", options.num_slots),
+        ("chunk_tokens", options.chunk_tokens),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if page_size % kv.page_multiple:
+        near = -(-page_size // kv.page_multiple) * kv.page_multiple
+        raise ConfigError(
+            f"--page-size {page_size} must be a multiple of {kv.page_multiple}, since {kv.why_multiple}; try {near}"
+        )
+    fraction = options.memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ConfigError(f"--memory-fraction {fraction:g} must be above 0 and at most 1")
+    given = [name for name in ("pages", "kv_bytes", "memory_fraction") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} both give the size of the KV pool; set one of them")
 
 
 def query_block(page_size: int, chunk_tokens: int) -> int:
@@ -135,12 +198,9 @@ def ladder(first: int, last: int) -> tuple[int, ...]:
     return (*rungs, last)
 
 
-def _num_pages(options: EngineOptions, context: int, page_bytes: int) -> int:
-    if options.pages is not None and options.kv_bytes is not None:
-        raise ConfigError("pages and kv_bytes both give the size of the KV pool; set one of them")
+def _num_pages(options: EngineOptions, wanted: int, page_bytes: int) -> int:
     if options.pages is not None:
         return options.pages
-    wanted = 1 + options.num_slots * -(-context // options.page_size)
     limit = (DEFAULT_KV_BYTES if options.kv_bytes is None else options.kv_bytes) // page_bytes
     if limit < 2:
         raise ConfigError(f"kv_bytes {options.kv_bytes} holds no page; two pages take {2 * page_bytes} bytes")
@@ -166,21 +226,8 @@ def build_engine(options: EngineOptions, progress: Progress) -> BuiltEngine:
         return build_fake_engine(options, options.fake)
     from headrace.model.config_files import read_config
 
-    resolved = resolve(options, read_config(options.model))  # before the seconds that JAX takes to load
-    import jax
+    config = read_config(options.model)
+    check(options, config)  # before the seconds that JAX takes to load
+    from headrace.serving.app.jax_engine import build_jax_engine
 
-    from headrace.model.load import load_model
-    from headrace.serving.runner.compile_cache import use_compile_cache
-    from headrace.serving.runner.runner import JaxRunner
-
-    use_compile_cache(options.compile_cache)
-    model = load_model(options.model, progress=lambda done, total: progress("loading weights", done, total))
-    weights_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))
-    device = jax.devices()[0]
-    return BuiltEngine(
-        runner=JaxRunner(model, resolved.scheduler),
-        resolved=resolved,
-        model_hash=model.model_hash,
-        weights_bytes=weights_bytes,
-        device=f"{device.platform}:{device.device_kind}",
-    )
+    return build_jax_engine(options, config, progress)

@@ -9,8 +9,9 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 from headrace.model.config import ModelConfig
-from headrace.serving.app.build import KV_ITEM_BYTES, ResolvedEngine
+from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.options import ServeOptions
+from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.engine.messages import ProgramInfo, Ready
 
 
@@ -52,28 +53,41 @@ class ProgressDisplay:
         self._what = what
 
 
-def print_configuration(console: Console, options: ServeOptions, model: ModelConfig, resolved: ResolvedEngine) -> None:
-    """Everything that was decided before loading, with the memory arithmetic."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
-    for name, text in (
+def print_configuration(console: Console, options: ServeOptions, model: ModelConfig) -> None:
+    """Everything that is decided before the engine looks at its device."""
+    engine = options.engine
+    _print_rows(
+        console,
         ("Headrace", f"{version('headrace')}, JAX {version('jax')}, Python {platform.python_version()}"),
         ("model", _model_text(options, model)),
-        *_memory_rows(model, resolved),
-        ("steps", _steps_text(resolved)),
-        ("queue", _queue_text(resolved)),
+        ("asked for", _wishes_text(engine)),
+        ("steps", _steps_text(engine)),
+        ("queue", _queue_text(engine)),
         ("access", _access_text(options)),
         ("stopping", f"SIGTERM lets running requests go on for up to {options.drain_s:g} s"),
         ("engine death", "restarts with back-off" if options.restart_engine else "ends the server with an error"),
-        ("compiled code", options.engine.compile_cache or "not kept"),
-    ):
+        ("compiled code", engine.compile_cache or "not kept"),
+    )
+
+
+def _print_rows(console: Console, *rows: tuple[str, str]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    for name, text in rows:
         grid.add_row(name, text)
     console.print(grid, highlight=False)
 
 
-def print_ledger(console: Console, ready: Ready) -> None:
-    """One row per compiled program, then the totals."""
+def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
+    """What the engine came to on its device, with the memory arithmetic; one row per compiled program; the totals."""
+    _print_rows(
+        console,
+        ("device", ready.device),
+        ("attention", f"{ready.attention} kernels"),
+        ("types", f"weights and products {ready.dtype}, KV {ready.kv_dtype}"),
+        *_memory_rows(model, ready),
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("program")
     for heading in ("seconds", "scratch MB", "from cache"):
@@ -104,42 +118,57 @@ def _model_text(options: ServeOptions, model: ModelConfig) -> str:
     )
 
 
-def _memory_rows(model: ModelConfig, resolved: ResolvedEngine) -> tuple[tuple[str, str], ...]:
-    config = resolved.scheduler
-    pages = config.num_pages - 1
-    tokens = pages * config.page_size
-    per_stream = pages // config.num_slots * config.page_size
+def _wishes_text(engine: EngineOptions) -> str:
+    wishes = f"--device {engine.device} --attention {engine.attention} --dtype {engine.dtype}"
+    return f"{wishes} --kv-dtype {engine.kv_dtype}; what they come to is printed when the engine is ready"
+
+
+def _memory_rows(model: ModelConfig, ready: Ready) -> tuple[tuple[str, str], ...]:
+    kv, pages = KVFormat(dtype=ready.kv_dtype), ready.num_pages - 1
+    tokens = pages * ready.page_size
+    per_stream = min(pages // ready.num_slots * ready.page_size, ready.max_context)
+    contexts = pages / -(-ready.max_context // ready.page_size)
+    head = f"{model.head_dim} × {kv.item_bytes}"
+    head = f"({head} + {kv.scale_bytes} for its factor)" if kv.scale_bytes else head
     return (
         (
             "KV per token",
-            f"2 × {model.num_layers} layers × {model.num_kv_heads} heads × {model.head_dim} × {KV_ITEM_BYTES} bytes "
-            f"= {resolved.kv_bytes_per_token:,} bytes",
+            f"2 × {model.num_layers} layers × {model.num_kv_heads} heads × {head} bytes "
+            f"= {ready.kv_bytes_per_token:,} bytes",
         ),
+        *(() if ready.memory is None else (("memory", _memory_text(ready.memory)),)),
         (
             "KV pool",
-            f"{pages:,} pages × {config.page_size} tokens = {tokens:,} tokens, {resolved.kv_bytes / 1e6:,.0f} MB "
+            f"{pages:,} pages × {ready.page_size} tokens = {tokens:,} tokens, {ready.kv_bytes / 1e6:,.0f} MB "
             f"with the null page",
         ),
         (
             "fits",
-            f"{resolved.full_contexts:.1f} streams of the whole context ({config.max_context:,} tokens), or "
-            f"{config.num_slots} streams of {min(per_stream, config.max_context):,} tokens each",
+            f"{contexts:.1f} streams of the whole context ({ready.max_context:,} tokens), or "
+            f"{ready.num_slots} streams of {per_stream:,} tokens each",
         ),
     )
 
 
-def _steps_text(resolved: ResolvedEngine) -> str:
-    config = resolved.scheduler
+def _memory_text(memory: DeviceMemory) -> str:
+    """The pages get what is left."""
     return (
-        f"up to {config.num_slots} streams and {config.chunk_tokens} prompt tokens a step; programs: decode "
-        f"{'/'.join(map(str, config.decode_rows))}, mixed {'/'.join(map(str, config.prefill_tokens))}; prefix cache "
-        f"{'on' if config.prefix_cache else 'off'}"
+        f"{memory.fraction:g} of {memory.limit_bytes / 1e6:,.0f} MB, less {memory.weights_bytes / 1e6:,.0f} MB of "
+        f"weights, {memory.temporary_bytes / 1e6:,.0f} MB of temporaries, "
+        f"{(memory.state_bytes + memory.steps_bytes) / 1e6:,.0f} MB of sampling state and steps; a page takes "
+        f"{memory.page_bytes:,} bytes"
     )
 
 
-def _queue_text(resolved: ResolvedEngine) -> str:
-    config = resolved.scheduler
-    return f"at most {config.max_queued_requests:,} requests and {config.max_queued_prompt_tokens:,} prompt tokens wait"
+def _steps_text(engine: EngineOptions) -> str:
+    return (
+        f"up to {engine.num_slots} streams and {engine.chunk_tokens} prompt tokens a step; prefix cache "
+        f"{'on' if engine.prefix_cache else 'off'}"
+    )
+
+
+def _queue_text(engine: EngineOptions) -> str:
+    return f"at most {engine.max_queued_requests:,} requests and {engine.max_queued_prompt_tokens:,} prompt tokens wait"
 
 
 def _access_text(options: ServeOptions) -> str:

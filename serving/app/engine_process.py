@@ -148,6 +148,11 @@ def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], sec
             for p in programs
         ),
         device=built.device,
+        attention=built.attention,
+        dtype=built.dtype,
+        kv_dtype=built.resolved.kv.dtype,
+        kv_bytes=built.resolved.kv_bytes,
+        memory=built.resolved.memory,
         warmup_seconds=seconds,
     )
 

@@ -37,7 +37,15 @@ def build_fake_engine(options: EngineOptions, fake: FakeOptions) -> BuiltEngine:
         raise ConfigError("fault fail_start")
     resolved = resolve(options, fake_model(fake.vocab_size))
     runner = FakeRunner(resolved.scheduler, vocab_size=fake.vocab_size, on_collect=step_hook(fake))
-    return BuiltEngine(runner=runner, resolved=resolved, model_hash="fake", weights_bytes=0, device="fake")
+    return BuiltEngine(
+        runner=runner,
+        resolved=resolved,
+        model_hash="fake",
+        weights_bytes=0,
+        device="fake",
+        attention="none",
+        dtype="float32",
+    )
 
 
 def step_hook(fake: FakeOptions) -> Callable[[StepPlan], None]:

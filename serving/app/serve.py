@@ -1,7 +1,8 @@
 """``headrace serve``: builds the edge around one engine process and runs both until a signal or the engine's end.
 
-This process never imports JAX. What can be wrong in a configuration is found before the engine starts: the port is
-bound, keys and certificates are read, and the memory arithmetic is printed first.
+This process never imports JAX. What can be wrong in a configuration whatever the device is, is found before the engine
+starts: the port is bound, keys and certificates are read, options are held against the model. What depends on the
+device, the memory arithmetic above all, is printed when the engine is ready.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from headrace.model.chat_template import ChatTemplate, load_chat_template
 from headrace.model.config import ModelConfig
 from headrace.model.config_files import read_config
 from headrace.model.tokenizer import Tokenizer, load_tokenizer
-from headrace.serving.app.build import engine_launch, resolve
+from headrace.serving.app.build import check, engine_launch
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.core.errors import ConfigError
@@ -85,7 +86,8 @@ def run_server(options: ServeOptions, console: Console) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError and ModelFileError before anything is started."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     model = read_config(options.model_path)
-    print_configuration(console, options, model, resolve(options.engine, model))
+    check(options.engine, model)
+    print_configuration(console, options, model)
     policy = SecurityPolicy(
         bind_host=options.host,
         allow_hosts=options.allow_hosts,
@@ -154,7 +156,7 @@ async def _start(engine: EngineClient, options: ServeOptions, model: ModelConfig
         return None
     tools, _ = await starting
     if engine.ready_info is not None:
-        print_ledger(console, engine.ready_info)
+        print_ledger(console, model, engine.ready_info)
     return tools
 
 

@@ -55,7 +55,6 @@ class ServiceConfig:
     model_names: tuple[str, ...]
     vocab_size: int
     eos_ids: tuple[int, ...]
-    kv_dtype: str = "float32"
     version: str = "0.1.0"
     max_queued_requests: int = 512
     max_queued_prompt_tokens: int = 524_288
@@ -157,13 +156,15 @@ class Service:
 
     @property
     def contract(self) -> str:
-        """Fingerprint of what fixes an answer: weights, tokenizer, template, KV type, sampling policy, version."""
+        """Fingerprint of what fixes an answer: weights, tokenizer, template, types, kernels, sampling, version."""
         ready = self.engine.ready_info
         parts = {
             "model": ready.model_hash if ready else "",
             "tokenizer": self._tokenizer.content_hash,
             "template": self._template_hash,
-            "kv_dtype": self.config.kv_dtype,
+            "dtype": ready.dtype if ready else "",
+            "kv_dtype": ready.kv_dtype if ready else "",
+            "attention": ready.attention if ready else "",
             "sampling": SAMPLING_POLICY,
             "version": self.config.version,
         }
@@ -217,7 +218,7 @@ class Service:
                 model_hash=ready.model_hash,
                 tokenizer_hash=self._tokenizer.content_hash,
                 template_hash=self._template_hash,
-                kv_dtype=self.config.kv_dtype,
+                kv_dtype=ready.kv_dtype,
                 tenant=tenant,
             ),
             tenant=tenant,

@@ -7,6 +7,7 @@ and end-of-file the instant that either side dies.
 import msgspec
 
 from headrace.serving.core.events import Finished, TokenEvent
+from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 
 
@@ -45,7 +46,11 @@ class ProgramInfo(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The engine serves. model_hash: hex SHA-256 root over per-tensor digests."""
+    """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
+
+    device: platform and kind. attention: whose kernels run. dtype: of weights and products. kv_dtype: of pages.
+    kv_bytes: of the pool, null page included. memory: what the number of pages comes from; None where it was given.
+    """
 
     model_hash: str
     num_pages: int
@@ -56,6 +61,11 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     weights_bytes: int
     programs: tuple[ProgramInfo, ...]
     device: str
+    attention: str
+    dtype: str
+    kv_dtype: str
+    kv_bytes: int
+    memory: DeviceMemory | None
     warmup_seconds: float
 
 

@@ -1,6 +1,8 @@
 """The jitted functions: one step per bucket. Pure; donated arguments are updated in place."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,11 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import StepInputs, forward, logits
 from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample
 from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import Kernels, KVPool
+from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
+from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import Bucket, ProgramKind, SampledToken, TokenLogprobs
 from headrace.serving.runner.inputs import Fields, InputLayout
+from headrace.serving.runner.warmup import Program
 
 Array = jax.Array
 Step = Callable[[Weights[Array], KVPool, SamplingState, Array], tuple[KVPool, SamplingState, Array]]
@@ -45,6 +49,29 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels) -> Step:
         return pool, state, pack_sampled(sampled)
 
     return step
+
+
+def step_program(
+    cfg: ModelConfig, layout: InputLayout, kernels: Kernels, weights: Weights[Any], pool: KVPool, state: SamplingState
+) -> Program:
+    """The program of one bucket. weights, pool, state: shapes and types.
+
+    Tracing it raises ConfigError where the chosen kernels cannot run it: nothing else runs in their place.
+    """
+    step, name = make_step(cfg, layout, kernels), program_name(layout.bucket)
+
+    @functools.wraps(step)
+    def checked(*arguments: Any) -> tuple[KVPool, SamplingState, Array]:
+        try:
+            return step(*arguments)
+        except UnsupportedCase as error:
+            raise ConfigError(
+                f"--attention {kernels.implementation} cannot run the program {name}: {error.why}; --attention "
+                f"reference runs every shape, more slowly"
+            ) from error
+
+    packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+    return Program(function=checked, donated=(1, 2), arguments=(weights, pool, state, packed))
 
 
 def _step_inputs(layout: InputLayout, fields: Fields, state: SamplingState) -> StepInputs:

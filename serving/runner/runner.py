@@ -11,14 +11,15 @@ import numpy as np
 
 from headrace.model.decoder import new_pool
 from headrace.model.load import LoadedModel
-from headrace.pallas_kernels.types import Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
 from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
+from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
 from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.programs import make_step, program_name, read_sampled
+from headrace.serving.runner.memory import shapes_of
+from headrace.serving.runner.programs import program_name, read_sampled, step_program
 from headrace.serving.runner.sampling_state import (
     SCALARS,
     initial_state,
@@ -27,7 +28,8 @@ from headrace.serving.runner.sampling_state import (
     neutral_load,
     pack_load,
 )
-from headrace.serving.runner.warmup import Program, compile_programs
+from headrace.serving.runner.warmup import Program, compile_programs, on_device
+from headrace.serving.runner.weights import place
 
 _LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
 
@@ -56,9 +58,9 @@ class JaxRunner:
     """Implements ``engine.ports.Runner``. Not thread safe: one thread dispatches and collects.
 
     Args:
-      model: host weights; they are placed on the default device.
+      model: host weights, of the backend's type; they are placed on its device.
       config: its buckets are the programs; num_pages the pool.
-      kernels: which code runs attention.
+      backend: device, kernels and types.
     """
 
     def __init__(
@@ -66,15 +68,16 @@ class JaxRunner:
         model: LoadedModel,
         config: SchedulerConfig,
         *,
-        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
+        backend: Backend = Backend(),  # noqa: B008 - frozen
     ) -> None:
         self._model_config = model.config
         self._config = config
-        self._kernels = kernels
+        self._backend = backend
         self._vocab_size = model.config.vocab_size
-        self._weights = jax.device_put(model.weights)
-        self._pool = new_pool(model.config, config.num_pages, config.page_size)
-        self._state = initial_state(config.num_slots, self._vocab_size)
+        self._weights = place(model.weights, backend.device, scan=backend.scan_layers)
+        with on_device(backend.device):
+            self._pool = new_pool(model.config, config.num_pages, config.page_size, backend.kv_dtype)
+            self._state = initial_state(config.num_slots, self._vocab_size)
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._tenants: dict[int, _Tenant] = {}
@@ -84,8 +87,13 @@ class JaxRunner:
         self._stop_log = weakref.finalize(self, self._compile_log.close)
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
-        """Compile every program and run each once, on padding. See ``ports.Runner``."""
-        self._programs, ledger = compile_programs(self._program_list(), self._compile_log, progress)
+        """Compile every program and run each once, on padding. See ``ports.Runner``.
+
+        Raises: ConfigError where the chosen kernels cannot run a program.
+        """
+        self._programs, ledger = compile_programs(
+            self._program_list(), self._backend.device, self._compile_log, progress
+        )
         neutral = neutral_load(self._config.num_slots, self._vocab_size)
         self._state = self._programs[_LOAD](self._state, neutral.scalars)
         self._state = self._programs[_LOAD_ROWS](self._state, neutral.scalars, *neutral.rows)
@@ -153,10 +161,19 @@ class JaxRunner:
         self._stop_log()
 
     def poison_pages(self, page_ids: Sequence[int]) -> None:
-        """Tests only: overwrite pages of all layers with NaN, so that a read of one shows in every result."""
-        pages = np.array(self._pool.pages_RKWC)
-        pages.reshape(self._model_config.num_layers, self._config.num_pages, -1)[:, list(page_ids)] = np.nan
-        self._pool = KVPool(jax.device_put(pages))
+        """Tests only: overwrite pages of all layers with NaN, so that a read of one shows in every result.
+
+        Integer pages get their largest value, and NaN factors as all 8-bit pages do.
+        """
+        config, layers = self._config, self._model_config.num_layers
+
+        def poisoned(array: jax.Array) -> jax.Array:
+            host = np.array(array)
+            poison = np.iinfo(host.dtype).max if np.issubdtype(host.dtype, np.integer) else np.nan
+            host.reshape(layers, config.num_pages, -1)[:, list(page_ids)] = poison
+            return jax.device_put(host, self._backend.device)
+
+        self._pool = jax.tree.map(poisoned, self._pool)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         program = self._programs[program_name(bucket)]
@@ -164,26 +181,17 @@ class JaxRunner:
         return result
 
     def _program_list(self) -> dict[str, Program]:
-        def shapes(*arrays: object) -> tuple[object, ...]:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-
+        weights, pool, state = shapes_of((self._weights, self._pool, self._state))
         rows = neutral_load(self._config.num_slots, self._vocab_size).rows
         scalars = jax.ShapeDtypeStruct((SCALARS,), jnp.int32)
+        kernels = self._backend.kernels
         programs = {
-            program_name(bucket): Program(
-                function=make_step(self._model_config, layout, self._kernels),
-                donated=(1, 2),
-                arguments=(
-                    *shapes(self._weights, self._pool, self._state),
-                    jax.ShapeDtypeStruct((layout.size,), jnp.int32),
-                ),
-            )
+            program_name(bucket): step_program(self._model_config, layout, kernels, weights, pool, state)
             for bucket, layout in self._layouts.items()
         }
-        (state,) = shapes(self._state)
         programs[_LOAD] = Program(function=load_scalars, donated=(0,), arguments=(state, scalars))
         programs[_LOAD_ROWS] = Program(
-            function=load_with_rows, donated=(0,), arguments=(state, scalars, *shapes(*rows))
+            function=load_with_rows, donated=(0,), arguments=(state, scalars, *shapes_of(rows))
         )
         return programs
 

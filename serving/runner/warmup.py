@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,11 @@ MAX_THREADS = 4
 """XLA compiles one program with few threads; tracing holds the interpreter lock, so more would wait for it."""
 
 
+def on_device(device: jax.Device | None) -> AbstractContextManager[object]:
+    """What is made or compiled inside goes to a device; None = JAX's default."""
+    return nullcontext() if device is None else jax.default_device(device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """function: to be jitted. donated: argument numbers. arguments: shapes and types."""
@@ -24,14 +30,21 @@ class Program:
     function: Callable[..., Any]
     donated: tuple[int, ...]
     arguments: tuple[Any, ...]
+    keep_unused: bool = False
+
+    def compile(self, device: jax.Device | None) -> jax.stages.Compiled:
+        """For a device; None = JAX's default."""
+        with on_device(device):  # a setting of the thread, so it is made in the one that compiles
+            jitted = jax.jit(self.function, donate_argnums=self.donated, keep_unused=self.keep_unused)
+            return jitted.lower(*self.arguments).compile()
 
 
 def compile_programs(
-    programs: Mapping[str, Program], compile_log: CompileLog, progress: Progress
+    programs: Mapping[str, Program], device: jax.Device | None, compile_log: CompileLog, progress: Progress
 ) -> tuple[dict[str, jax.stages.Compiled], tuple[CompiledProgram, ...]]:
     """Compile all; the result holds executables by name and the ledger, both in the order of ``programs``.
 
-    An executable refuses arguments of other shapes instead of compiling again.
+    An executable refuses arguments of other shapes instead of compiling again. device: None = JAX's default.
     """
     lock = threading.Lock()
     done = 0
@@ -39,8 +52,7 @@ def compile_programs(
     def build(name: str) -> tuple[jax.stages.Compiled, CompiledProgram]:
         program = programs[name]
         hits, started_s = compile_log.cache_hits(), time.monotonic()
-        jitted = jax.jit(program.function, donate_argnums=program.donated)
-        compiled = jitted.lower(*program.arguments).compile()
+        compiled = program.compile(device)
         analysis = compiled.memory_analysis()
         entry = CompiledProgram(
             name=name,

@@ -1,6 +1,7 @@
 """Options to a scheduler configuration."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from headrace.serving.app.build import (
     EngineOptions,
     FakeOptions,
     build_engine,
+    check,
     decode_options,
     engine_launch,
     ladder,
@@ -17,6 +19,7 @@ from headrace.serving.app.build import (
 )
 from headrace.serving.app.fake_engine import step_hook
 from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.engine.link import FrameDecoder
 from tests.model.tiny import SMOLLM2
 
@@ -27,7 +30,6 @@ def test_memory_arithmetic() -> None:
     resolved = resolve(replace(OPTIONS, pages=101, context=800), SMOLLM2)
     assert resolved.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
     assert resolved.kv_bytes == 101 * 16 * resolved.kv_bytes_per_token
-    assert resolved.full_contexts == 2.0
 
 
 def test_the_pool_holds_every_context_unless_that_is_too_much() -> None:
@@ -52,12 +54,67 @@ def test_the_pool_holds_every_context_unless_that_is_too_much() -> None:
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"page_size": 0}, "page_size is 0"),
         ({"num_slots": -1}, "num_slots is -1"),
+        ({"pages": 5, "memory_fraction": 0.5}, "pages and memory_fraction"),
+        ({"kv_bytes": 1 << 30, "memory_fraction": 0.5}, "kv_bytes and memory_fraction"),
+        ({"memory_fraction": 0.0}, "--memory-fraction 0 must be above 0"),
+        ({"memory_fraction": 1.5}, "--memory-fraction 1.5 must be above 0 and at most 1"),
+        ({"device": "npu"}, "--device 'npu' is not known; it can be auto, cpu, gpu, tpu"),
+        ({"attention": "flash"}, "--attention 'flash' is not known"),
+        ({"dtype": "float16"}, "--dtype 'float16' is not known; it can be auto, float32, bfloat16"),
+        ({"kv_dtype": "int4"}, "--kv-dtype 'int4' is not known"),
     ],
     ids=str,
 )
-def test_options_that_cannot_work_are_refused_by_name(changes: dict[str, int], words: str) -> None:
+def test_options_that_cannot_work_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    for refuse in (resolve, check):
+        with pytest.raises(ConfigError, match=words):
+            refuse(replace(OPTIONS, **changes), SMOLLM2)
+
+
+TPU_INT8 = KVFormat(dtype="int8", page_tokens=128, page_multiple=32, why_multiple="a TPU tile of int8 has 32 rows")
+
+
+def test_the_page_size_is_the_devices_unless_one_is_asked_for() -> None:
+    assert resolve(OPTIONS, SMOLLM2).scheduler.page_size == 16
+    resolved = resolve(OPTIONS, SMOLLM2, TPU_INT8)
+    assert (resolved.scheduler.page_size, resolved.scheduler.block_tokens) == (128, 128)
+    assert resolved.kv_bytes_per_token == 2 * 30 * 3 * (64 + 4)
+    asked = resolve(replace(OPTIONS, page_size=32), SMOLLM2, TPU_INT8)
+    assert (asked.scheduler.page_size, asked.scheduler.block_tokens) == (32, 64)
+
+
+def test_a_page_that_is_no_whole_tile_is_refused_by_flag() -> None:
+    options = replace(OPTIONS, page_size=16)
+    check(options, SMOLLM2)  # some device takes it
+    words = "--page-size 16 must be a multiple of 32, since a TPU tile of int8 has 32 rows; try 32"
     with pytest.raises(ConfigError, match=words):
-        resolve(replace(OPTIONS, **changes), SMOLLM2)
+        resolve(options, SMOLLM2, TPU_INT8)
+
+
+def test_the_check_before_a_device_is_known_refuses_nothing_that_some_device_takes() -> None:
+    """Bytes for two pages of int8 are too few for two of float32."""
+    few = 2 * 16 * KVFormat(dtype="int8").token_bytes(num_layers=30, num_kv_heads=3, head_dim=64)
+    check(replace(OPTIONS, kv_bytes=few), SMOLLM2)
+    with pytest.raises(ConfigError, match="holds no page"):
+        check(replace(OPTIONS, kv_bytes=few, kv_dtype="float32"), SMOLLM2)
+
+
+def test_pages_are_what_the_device_has_room_for() -> None:
+    resolved = resolve(OPTIONS, SMOLLM2)
+    memory = DeviceMemory(
+        limit_bytes=10_000_000_000,
+        fraction=0.9,
+        weights_bytes=5_000_000_000,
+        state_bytes=1_000_000,
+        temporary_bytes=500_000_000,
+        steps_bytes=1_000,
+        page_bytes=16 * resolved.kv_bytes_per_token,
+    )
+    sized = resolved.in_memory(memory)
+    assert sized.memory is memory
+    assert sized.scheduler.num_pages == (9_000_000_000 - 5_501_001_000) // (16 * 46_080)
+    assert sized.kv_bytes == sized.scheduler.num_pages * 16 * 46_080
+    assert replace(sized.scheduler, num_pages=2) == replace(resolved.scheduler, num_pages=2)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 24, 64, 128])

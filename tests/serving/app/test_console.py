@@ -3,11 +3,13 @@
 import io
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
-from headrace.serving.app.build import EngineOptions, resolve
+from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.options import ServeOptions
+from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.engine.messages import ProgramInfo, Ready
 from tests.model.tiny import SMOLLM2
 
@@ -18,14 +20,60 @@ def printed(show: object, *arguments: object) -> str:
     return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
-def test_memory_arithmetic() -> None:
-    engine = EngineOptions(model="m.gguf", pages=1025, page_size=16, num_slots=8)
+READY = Ready(
+    model_hash="ab",
+    num_pages=1025,
+    page_size=16,
+    num_slots=8,
+    max_context=8192,
+    kv_bytes_per_token=46_080,
+    weights_bytes=538_000_000,
+    programs=(),
+    device="cpu:cpu",
+    attention="reference",
+    dtype="float32",
+    kv_dtype="float32",
+    kv_bytes=1025 * 737_280,
+    memory=None,
+    warmup_seconds=3.5,
+)
+
+
+def test_what_is_known_before_the_engine_has_a_device() -> None:
+    engine = EngineOptions(model="m.gguf", num_slots=8, dtype="bfloat16")
     options = ServeOptions(model_name="small", model_path=Path("m.gguf"), engine=engine)
-    text = printed(print_configuration, options, SMOLLM2, resolve(engine, SMOLLM2))
+    text = printed(print_configuration, options, SMOLLM2)
+    assert "this machine alone; no keys; origins: the server's own; http" in text
+    assert "--device auto --attention auto --dtype bfloat16 --kv-dtype auto; what they come to is printed when" in text
+    assert "up to 8 streams and 256 prompt tokens a step; prefix cache on" in text
+    assert "KV per token" not in text and "pages" not in text  # they follow from the device
+
+
+def test_memory_arithmetic() -> None:
+    text = printed(print_ledger, SMOLLM2, READY)
+    assert "device cpu:cpu attention reference kernels types weights and products float32, KV float32" in text
     assert "2 × 30 layers × 3 heads × 64 × 4 bytes = 46,080 bytes" in text
     assert "1,024 pages × 16 tokens = 16,384 tokens, 756 MB" in text  # 1,025 pages of 737,280 bytes
     assert "2.0 streams of the whole context (8,192 tokens), or 8 streams of 2,048 tokens each" in text
-    assert "this machine alone; no keys; origins: the server's own; http" in text
+    assert "memory" not in text
+
+
+def test_memory_arithmetic_of_a_device_with_factors() -> None:
+    memory = DeviceMemory(
+        limit_bytes=16_000_000_000,
+        fraction=0.9,
+        weights_bytes=269_000_000,
+        state_bytes=3_000_000,
+        temporary_bytes=40_000_000,
+        steps_bytes=1_000_000,
+        page_bytes=1_600_000,
+    )
+    ready = msgspec.structs.replace(READY, kv_dtype="int8", kv_bytes_per_token=12_240, memory=memory)
+    text = printed(print_ledger, SMOLLM2, ready)
+    assert "2 × 30 layers × 3 heads × (64 × 1 + 4 for its factor) bytes = 12,240 bytes" in text
+    assert 2 * 30 * 3 * (64 * 1 + 4) == 12_240
+    assert "0.9 of 16,000 MB, less 269 MB of weights, 40 MB of temporaries, 4 MB of sampling state and steps" in text
+    assert "a page takes 1,600,000 bytes" in text
 
 
 def test_the_ledger_names_each_program() -> None:
@@ -33,19 +81,7 @@ def test_the_ledger_names_each_program() -> None:
         ProgramInfo("decode-4", seconds=1.25, temp_bytes=2_500_000, from_cache=False),
         ProgramInfo("mixed-64", seconds=0.5, temp_bytes=0, from_cache=True),
     )
-    ready = Ready(
-        model_hash="ab",
-        num_pages=9,
-        page_size=16,
-        num_slots=4,
-        max_context=64,
-        kv_bytes_per_token=8,
-        weights_bytes=538_000_000,
-        programs=programs,
-        device="cpu:cpu",
-        warmup_seconds=3.5,
-    )
-    text = printed(print_ledger, ready)
+    text = printed(print_ledger, SMOLLM2, msgspec.structs.replace(READY, programs=programs))
     assert "decode-4 1.25 2.5 no" in text
     assert "mixed-64 0.50 0.0 yes" in text
     assert "cpu:cpu: 538 MB of weights, 2 programs, ready after 3.5 s" in text

@@ -270,13 +270,25 @@ def test_every_part_of_the_cache_identity_counts() -> None:
     assert cache_namespace(**shifted) != cache_namespace(**parts)
 
 
-async def test_the_contract_changes_with_the_weights() -> None:
+async def test_the_contract_changes_with_weights_types_and_kernels() -> None:
     engine = FakeEngine()
     service = make_service(engine)
     first = service.contract
     assert first.startswith("fp_")
     assert service.contract == first
-    assert make_service(engine, kv_dtype="bfloat16").contract != first
+    for other in ({"model_hash": "cd" * 32}, {"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"attention": "tpu"}):
+        engine.ready_info = ready(**other)
+        assert make_service(engine).contract != first
+
+
+async def test_pages_of_another_type_have_another_cache_namespace() -> None:
+    engine = FakeEngine()
+    service = make_service(engine)
+    for kv_dtype in ("float32", "int8", "float32"):
+        engine.ready_info = ready(kv_dtype=kv_dtype)
+        await service.start("completion", {"prompt": "x"})
+    spaces = [request.cache_namespace for request in engine.submitted]
+    assert spaces[0] == spaces[2] != spaces[1]
 
 
 EDGES = st.sampled_from((

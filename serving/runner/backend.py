@@ -1,0 +1,164 @@
+"""Where a model runs, with which kernels and in which types: decided once at start, never changed silently.
+
+Each wish is the value of a command-line flag. What cannot be had is an error that names the flag, what was found, and
+what to do; nothing else is taken in its place.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
+from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.kv_memory import KVFormat
+
+PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+"""Names that JAX has for what --device calls otherwise."""
+INTERPRETED_CHIPS = {Implementation.TPU: "v6e", Implementation.GPU: "h100"}
+"""Whose limits an interpreted kernel keeps."""
+SUBLANES = 8
+"""Rows of a TPU tile of 32-bit values; narrower types are packed, so a tile of 8-bit values has 32 rows."""
+ACCELERATOR_PAGE_TOKENS = 64
+"""Default page. A DMA of one page of 8 heads of 128 in bfloat16 is then 256 KiB; a GPU block reads 64 keys of one page.
+Smaller pages mean more table entries and smaller copies, larger ones coarser prefix sharing."""
+EIGHT_BIT_PAGE_TOKENS = 128
+"""On TPU, 8-bit pages: the same bytes per copy, and the factors of a page fill a row of 128 lanes."""
+
+
+class DeviceFacts(Protocol):
+    """What is asked of a ``jax.Device``."""
+
+    @property
+    def platform(self) -> str: ...
+    @property
+    def device_kind(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Values of --attention, --dtype and --kv-dtype.
+
+    interpret: tests only: kernels run in Pallas's plain interpreter, on any device.
+    """
+
+    attention: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    interpret: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """device: None = JAX's default. dtype: of weights, and of activations in products. kv_dtype: of pages.
+
+    scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU copies the slices of
+    stacked weights, so layers are unrolled there.
+    """
+
+    device: jax.Device | None = None
+    kernels: Kernels = field(default_factory=Kernels)
+    dtype: np.dtype = np.dtype(np.float32)
+    kv_dtype: np.dtype = np.dtype(np.float32)
+    scan_layers: bool = False
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """What decides page sizes and KV bytes."""
+        name, item = self.kv_dtype.name, self.kv_dtype.itemsize
+        if self.kernels.implementation is Implementation.TPU:
+            rows = SUBLANES * 4 // item
+            return KVFormat(
+                dtype=name,
+                page_tokens=EIGHT_BIT_PAGE_TOKENS if item == 1 else ACCELERATOR_PAGE_TOKENS,
+                page_multiple=rows,
+                why_multiple=f"a TPU tile of {name} has {rows} rows",
+            )
+        if self.kernels.implementation is Implementation.GPU:
+            return KVFormat(dtype=name, page_tokens=ACCELERATOR_PAGE_TOKENS)
+        return KVFormat(dtype=name)
+
+
+def platform_of(device: DeviceFacts) -> str:
+    """cpu, gpu or tpu; the name that JAX has where it is none of them."""
+    return PLATFORMS.get(device.platform, device.platform)
+
+
+def describe_device(device: DeviceFacts) -> str:
+    """Such as "tpu (TPU v6 lite)"."""
+    return f"{platform_of(device)} ({device.device_kind})"
+
+
+def find_device(wanted: str) -> jax.Device:
+    """The first device of a platform, or of JAX's default one. Raises: ConfigError naming what JAX found."""
+    if wanted == "auto":
+        return jax.devices()[0]
+    try:
+        return jax.devices(wanted)[0]
+    except RuntimeError as error:
+        found = ", ".join(sorted({platform_of(device) for device in jax.devices()}))
+        raise ConfigError(
+            f"--device {wanted}: JAX found only {found}; --device auto takes it. A GPU needs the cuda extra of this "
+            f"package and its driver, a TPU the tpu extra, and JAX_PLATFORMS must not leave it out"
+        ) from error
+
+
+def choose_backend(device: jax.Device, wishes: Wishes) -> Backend:
+    """Resolve every ``auto`` for a device. Raises: ConfigError naming the flag."""
+    is_cpu = platform_of(device) == "cpu"
+    kernels = _choose_kernels(device, wishes)
+    dtype = np.dtype(np.float32 if is_cpu else jnp.bfloat16) if wishes.dtype == "auto" else _float(wishes.dtype)
+    return Backend(
+        device=device,
+        kernels=kernels,
+        dtype=dtype,
+        kv_dtype=_choose_kv_dtype(device, wishes, kernels, dtype),
+        scan_layers=not is_cpu,
+    )
+
+
+def _float(name: str) -> np.dtype:
+    return np.dtype(jnp.bfloat16 if name == "bfloat16" else np.float32)
+
+
+def _choose_kernels(device: DeviceFacts, wishes: Wishes) -> Kernels:
+    platform = platform_of(device)
+    wanted = wishes.attention
+    if wanted == "auto":
+        wanted = platform if platform in ("tpu", "gpu") else "reference"
+    implementation = Implementation(wanted)
+    if implementation is Implementation.REFERENCE:
+        return Kernels()
+    if wishes.interpret:
+        return Kernels(implementation=implementation, chip=INTERPRETED_CHIPS[implementation], interpret=True)
+    if wanted != platform:
+        raise ConfigError(
+            f"--attention {wanted} needs a {wanted.upper()}, and the device is {describe_device(device)}; take "
+            f"--attention auto or reference, or --device {wanted} where there is one"
+        )
+    return Kernels(implementation=implementation, chip=_chip(device, f"--attention {wishes.attention}").name)
+
+
+def _choose_kv_dtype(device: DeviceFacts, wishes: Wishes, kernels: Kernels, dtype: np.dtype) -> np.dtype:
+    if wishes.kv_dtype == "auto":
+        return dtype
+    if wishes.kv_dtype == "int8":
+        return np.dtype(np.int8)
+    if wishes.kv_dtype != "fp8":
+        return _float(wishes.kv_dtype)
+    if kernels.chip is None and platform_of(device) == "cpu":
+        return np.dtype(jnp.float8_e4m3fn)
+    chip = CHIPS[kernels.chip] if kernels.chip is not None else _chip(device, "--kv-dtype fp8")
+    if chip.fp8 is None:
+        raise ConfigError(f"--kv-dtype fp8: {chip.name} has no 8-bit floats; int8 takes the same memory")
+    return np.dtype(getattr(jnp, chip.fp8))
+
+
+def _chip(device: DeviceFacts, flag: str) -> Chip:
+    try:
+        return chip_of(device.device_kind)
+    except UnsupportedCase as error:
+        raise ConfigError(f"{flag}: {error.why}; --attention reference runs on every device") from error

@@ -1,0 +1,139 @@
+"""What a device's memory will be used for, from the compiler and before anything is allocated.
+
+Arguments are measured on a program that takes them and does nothing, so that padded layouts count as they are;
+temporaries on the largest step, with half of the pages that would fit without temporaries: a pool of a realistic size,
+and certainly not more than the device has. With kernels temporaries do not depend on the number of pages. The plain
+XLA of the reference may copy the pool: XLA:CPU computes in float32 what it has no narrow floats for, XLA:TPU scatters
+into a copy of 8-bit pools. So its temporaries are measured with two numbers of pages, and on the smallest step too,
+where XLA unrolls loops and then fuses otherwise.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import new_pool
+from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import Implementation, KVPool
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.kv_memory import DeviceMemory
+from headrace.serving.core.plan import Bucket
+from headrace.serving.runner.backend import Backend, describe_device, platform_of
+from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.programs import step_program
+from headrace.serving.runner.sampling_state import initial_state
+from headrace.serving.runner.warmup import Program
+from headrace.serving.runner.weights import arranged
+
+SAMPLE_PAGES = 8
+"""Pages that are measured together, and divided by: a single one could get a layout of its own."""
+
+
+def limit_of(device: jax.Device) -> int:
+    """Bytes that may be allocated on a device now: JAX's own limit less what is allocated, or free memory on a CPU.
+
+    Raises: ConfigError where the device does not say.
+    """
+    if platform_of(device) == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ConfigError(
+            f"--memory-fraction: {describe_device(device)} does not say how much memory it has; give --kv-memory"
+        )
+    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+
+
+def measure(
+    cfg: ModelConfig,
+    weights: Weights[Any],
+    config: SchedulerConfig,
+    backend: Backend,
+    *,
+    limit_bytes: int,
+    fraction: float,
+) -> DeviceMemory:
+    """What the engine of these weights and buckets takes; config.num_pages is not looked at.
+
+    Args:
+      weights: arrays or shapes, one layer at a time; nothing is placed on the device.
+    Raises: ConfigError naming --attention where its kernels cannot run the largest step.
+    """
+    placed = arranged(shapes_of(weights), scan=backend.scan_layers)
+    state = jax.eval_shape(lambda: initial_state(config.num_slots, cfg.vocab_size))
+    known = DeviceMemory(
+        limit_bytes=limit_bytes,
+        fraction=fraction,
+        weights_bytes=argument_bytes(placed, backend),
+        state_bytes=argument_bytes(state, backend),
+        temporary_bytes=0,
+        steps_bytes=0,
+        page_bytes=-(-argument_bytes(_pool(cfg, config, backend, SAMPLE_PAGES), backend) // SAMPLE_PAGES),
+    )
+
+    def program(bucket: Bucket, pages: int) -> _Sizes:
+        layout = InputLayout(bucket, config, cfg.vocab_size)
+        pool = _pool(cfg, config, backend, pages)
+        return _sizes(step_program(cfg, layout, backend.kernels, placed, pool, state), backend)
+
+    pages = max(known.num_pages // 2, 4)
+    largest = program(config.buckets[-1], pages)
+    lines = [(largest.temporary, 0)]
+    if backend.kernels.implementation is Implementation.REFERENCE:
+        few = pages // 2
+        first, last = config.buckets[0], config.buckets[-1]
+        lines = [
+            _line(program(last, few).temporary, few, largest.temporary, pages),
+            _line(program(first, few).temporary, few, program(first, pages).temporary, pages),
+        ]
+    return replace(
+        known,
+        temporary_bytes=max(fixed for fixed, _ in lines),
+        page_temporary_bytes=max(growth for _, growth in lines),
+        steps_bytes=config.max_steps_in_flight * (largest.packed + largest.results),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of one compiled step: temporaries, packed inputs, results that are not a donated argument."""
+
+    temporary: int
+    packed: int
+    results: int
+
+
+def _sizes(program: Program, backend: Backend) -> _Sizes:
+    found = program.compile(backend.device).memory_analysis()
+    return _Sizes(
+        temporary=int(found.temp_size_in_bytes),
+        packed=argument_bytes(program.arguments[-1], backend),
+        results=max(int(found.output_size_in_bytes - found.alias_size_in_bytes), 0),
+    )
+
+
+def _line(less: int, few: int, more: int, pages: int) -> tuple[int, int]:
+    """(bytes of no page, bytes of each page) through two measurements."""
+    growth = max(0, -(-(more - less) // (pages - few)))
+    return max(less - growth * few, more - growth * pages, 0), growth
+
+
+def _pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, pages: int) -> KVPool:
+    """Shapes."""
+    shapes: KVPool = jax.eval_shape(lambda: new_pool(cfg, pages, config.page_size, backend.kv_dtype))
+    return shapes
+
+
+def shapes_of(tree: Any) -> Any:
+    """The same tree with shapes and types for arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def argument_bytes(tree: Any, backend: Backend) -> int:
+    """Bytes of arrays of these shapes on the device, in the layout that programs get them in."""
+    nothing = Program(function=lambda _: 0, donated=(), arguments=(tree,), keep_unused=True)
+    return int(nothing.compile(backend.device).memory_analysis().argument_size_in_bytes)

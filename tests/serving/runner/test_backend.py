@@ -1,0 +1,153 @@
+"""What every combination of flags comes to on every kind of device, and the words of those that cannot be had."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from headrace.pallas_kernels.kv_quantization import LARGEST, is_quantized
+from headrace.pallas_kernels.types import Implementation, Kernels
+from headrace.serving.app.build import ATTENTIONS, DTYPES, KV_DTYPES
+from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.kv_memory import ITEM_BYTES, KVFormat
+from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_device
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    platform: str
+    device_kind: str
+
+
+CPU = FakeDevice("cpu", "cpu")
+V5E, V6E, V7X = (FakeDevice("tpu", kind) for kind in ("TPU v5 lite", "TPU v6 lite", "TPU7x"))
+H100, A100 = FakeDevice("cuda", "NVIDIA H100 80GB HBM3"), FakeDevice("gpu", "NVIDIA A100-SXM4-40GB")
+TPU, GPU, REFERENCE = Implementation.TPU, Implementation.GPU, Implementation.REFERENCE
+BF16 = np.dtype(jnp.bfloat16)
+
+
+def chosen(device: FakeDevice, **wishes: object) -> Backend:
+    return choose_backend(device, Wishes(**wishes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "dtype", "scans"),
+    [
+        (CPU, Kernels(), np.dtype(np.float32), False),
+        (V5E, Kernels(implementation=TPU, chip="v5e"), BF16, True),
+        (V7X, Kernels(implementation=TPU, chip="tpu7x"), BF16, True),
+        (H100, Kernels(implementation=GPU, chip="h100"), BF16, True),
+    ],
+)
+def test_auto(device: FakeDevice, kernels: Kernels, dtype: np.dtype, scans: bool) -> None:
+    backend = chosen(device)
+    assert (backend.kernels, backend.dtype, backend.kv_dtype) == (kernels, dtype, dtype)
+    assert backend.scan_layers == scans
+    assert backend.device is device
+
+
+def test_the_default_backend_is_what_a_cpu_gets() -> None:
+    assert chosen(CPU) == Backend(device=CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", [V6E, H100, A100])
+def test_the_reference_runs_on_every_device(device: FakeDevice) -> None:
+    assert chosen(device, attention="reference").kernels == Kernels()
+
+
+@pytest.mark.parametrize(
+    ("device", "wishes", "words"),
+    [
+        (
+            CPU,
+            {"attention": "tpu"},
+            r"--attention tpu needs a TPU, and the device is cpu \(cpu\); .* or reference",
+        ),
+        (CPU, {"attention": "gpu"}, r"--attention gpu needs a GPU, and the device is cpu \(cpu\); .* --device gpu"),
+        (H100, {"attention": "tpu"}, r"--attention tpu needs a TPU, .* gpu \(NVIDIA H100 80GB HBM3\)"),
+        (V6E, {"attention": "gpu"}, r"--attention gpu needs a GPU, .* tpu \(TPU v6 lite\)"),
+        (A100, {}, "--attention auto: no kernels .*'NVIDIA A100-SXM4-40GB'; known: .*H100.*--attention reference"),
+        (A100, {"attention": "gpu"}, "--attention gpu: no kernels were compiled"),
+        (V5E, {"kv_dtype": "fp8"}, "--kv-dtype fp8: v5e has no 8-bit floats; int8"),
+        (A100, {"attention": "reference", "kv_dtype": "fp8"}, "--kv-dtype fp8: no kernels were compiled"),
+    ],
+)
+def test_what_cannot_be_had_names_flag_device_and_remedy(device: FakeDevice, wishes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        chosen(device, **wishes)
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_dtype", "name"),
+    [
+        (CPU, "fp8", "float8_e4m3fn"),
+        (V6E, "fp8", "float8_e5m2"),
+        (V7X, "fp8", "float8_e4m3fn"),
+        (H100, "fp8", "float8_e4m3fn"),
+        (V5E, "int8", "int8"),
+        (V6E, "float32", "float32"),
+        (CPU, "bfloat16", "bfloat16"),
+    ],
+)
+def test_kv_types(device: FakeDevice, kv_dtype: str, name: str) -> None:
+    backend = chosen(device, kv_dtype=kv_dtype)
+    assert backend.kv_dtype.name == backend.kv_format.dtype == name
+
+
+def test_kv_follows_the_type_of_products() -> None:
+    assert chosen(CPU, dtype="bfloat16").kv_dtype == BF16
+    assert chosen(V6E, dtype="float32").kv_dtype == np.float32
+    assert chosen(V6E, dtype="float32").dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_dtype", "page_tokens", "multiple"),
+    [
+        (CPU, "float32", 16, 1),
+        (CPU, "int8", 16, 1),
+        (V6E, "float32", 64, 8),
+        (V6E, "bfloat16", 64, 16),
+        (V6E, "int8", 128, 32),
+        (V6E, "fp8", 128, 32),
+        (H100, "int8", 64, 1),
+    ],
+)
+def test_pages(device: FakeDevice, kv_dtype: str, page_tokens: int, multiple: int) -> None:
+    kv = chosen(device, kv_dtype=kv_dtype).kv_format
+    assert (kv.page_tokens, kv.page_multiple) == (page_tokens, multiple)
+    assert page_tokens % multiple == 0
+    assert bool(kv.why_multiple) == (multiple > 1)
+
+
+def test_interpreted_kernels_run_anywhere_with_a_chips_limits() -> None:
+    assert chosen(CPU, attention="tpu", interpret=True).kernels == Kernels(
+        implementation=TPU, chip="v6e", interpret=True
+    )
+    backend = chosen(CPU, attention="gpu", interpret=True, kv_dtype="fp8")
+    assert backend.kernels == Kernels(implementation=GPU, chip="h100", interpret=True)
+    assert (backend.dtype, backend.kv_dtype.name, backend.scan_layers) == (np.float32, "float8_e4m3fn", False)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_every_wish_of_the_command_line_comes_to_something(attention: str, dtype: str, kv_dtype: str) -> None:
+    backend = chosen(V6E if attention == "tpu" else H100, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
+    assert attention in ("auto", str(backend.kernels.implementation))
+    assert dtype in ("auto", backend.dtype.name)
+
+
+def test_the_table_of_bytes_has_every_type_that_a_pool_can_have() -> None:
+    assert set(ITEM_BYTES) == {"float32", "bfloat16", *(dtype.name for dtype in LARGEST)}
+    for name, size in ITEM_BYTES.items():
+        dtype = np.dtype(getattr(jnp, name))
+        assert dtype.itemsize == size
+        assert bool(KVFormat(dtype=name).scale_bytes) == is_quantized(dtype)
+
+
+def test_a_device_that_is_not_there_names_what_is() -> None:
+    assert find_device("auto") == find_device("cpu") == jax.devices()[0]
+    with pytest.raises(ConfigError, match="--device tpu: JAX found only cpu; --device auto takes it"):
+        find_device("tpu")
