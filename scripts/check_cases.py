@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from headrace.serving.edge.keys import digest_line, new_key
 from scripts import evidence
@@ -22,6 +23,29 @@ from scripts.cases import o15_pace, o30_keys, o32_idle, o33_loop
 from scripts.cases.figures import Bounds, Figures, Sizes, exactly, say
 from tests.cases.five_checks import CANARY_IDS, FiveChecks
 from tests.live import LiveServer, start_server
+
+
+class OtherWork:
+    """How much of the machine is used by others than the server and its client, by which a figure is to be judged."""
+
+    def __init__(self, server: LiveServer) -> None:
+        root = psutil.Process(server.process.pid)
+        self._measured = [psutil.Process(), root, *root.children(recursive=True)]
+        self._start_s = time.monotonic()
+        self._start = self._used_s()
+
+    def share(self) -> float:
+        """Of all cores, since the beginning; the measured processes must still be there."""
+        seconds = (time.monotonic() - self._start_s) * psutil.cpu_count()
+        return round(max(0.0, self._used_s() - self._start) / seconds, 3)
+
+    def _used_s(self) -> float:
+        """CPU seconds that others have used. Processes that the client had are in its own times once they ended."""
+        times = psutil.cpu_times()
+        own = [process.cpu_times() for process in self._measured]
+        ours = sum(t.user + t.system for t in own) + own[0].children_user + own[0].children_system
+        return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - ours
+
 
 Case = Callable[[LiveServer, Sizes], Awaitable[tuple[Figures, Bounds]]]
 
@@ -45,9 +69,11 @@ def run_case(folder: Path, name: str, sizes: Sizes) -> dict[str, Any]:
         limits = httpx.Limits(max_keepalive_connections=0)
         headers = {"authorization": f"Bearer {key}"}
         with httpx.Client(base_url=server.url, headers=headers, limits=limits, timeout=60) as http:
+            others = OtherWork(server)
             checks = FiveChecks(http, canary_ids=CANARY_IDS)
             figures, bounds = asyncio.run(case(server, sizes))
             checks.verify()
+            figures["share_of_the_machine_used_by_others"] = others.share()
     finally:
         exit_code = server.stop()
     bounds["exit code"] = exactly(exit_code, 0)

@@ -35,6 +35,7 @@ _OPENS, _CLOSES, _COLON, _COMMA = 1, -1, 2, 3
 _KIND = np.zeros(256, np.int8)
 _KIND[list(b"[{")], _KIND[list(b"]}")] = _OPENS, _CLOSES
 _KIND[list(b":")], _KIND[list(b",")] = _COLON, _COMMA
+_NO_STRUCTURE = bytes(byte for byte in range(256) if byte not in b'[]{}:,"')
 
 Kinds = np.ndarray[Any, np.dtype[np.int8]]
 """Of brackets, colons and commas, in the order of a text."""
@@ -112,8 +113,7 @@ def _num_keys(value: object) -> int:
 
 
 def _checked_structure(data: bytes) -> Kinds | None:
-    """None where counting bytes was enough. Raises NotJson for too deep, or too many containers, keys or commas. Takes
-    up to 60 ms for 4 MiB."""
+    """None where counting bytes was enough. Raises NotJson for too deep, or too many containers, keys or commas."""
     if (
         data.count(b"[") + data.count(b"{") <= MAX_DEPTH
         and data.count(b":") <= MAX_KEYS
@@ -135,9 +135,10 @@ def _checked_structure(data: bytes) -> Kinds | None:
 
 def _structure(data: bytes) -> Kinds:
     """Without what strings hold."""
-    without_escapes = data.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-    text = np.frombuffer(without_escapes, np.uint8)
-    is_outside = ~np.cumsum(text == ord('"'), dtype=np.uint8) & 1
-    kinds = _KIND[text] * is_outside.view(np.int8)
-    found: Kinds = kinds[kinds != 0]
-    return found
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    text = np.frombuffer(data.translate(None, _NO_STRUCTURE), np.uint8)
+    is_quote = text == ord('"')
+    is_inside = np.cumsum(is_quote, dtype=np.uint8) & 1
+    kinds: Kinds = _KIND[text[(is_inside | is_quote) == 0]]
+    return kinds
