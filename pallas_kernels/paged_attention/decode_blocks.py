@@ -1,0 +1,196 @@
+"""Block sizes of TPU decode: their heuristic with its reasons, the trips of its loops, and what does not fit a chip."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from headrace.pallas_kernels.block_sizes import pick
+from headrace.pallas_kernels.chips import CHIPS, MIB
+from headrace.pallas_kernels.kv_quantization import is_quantized
+from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
+
+SUBLANES, LANES = 8, 128
+SMEM_BYTES = 1 * MIB
+"""Scalar memory of every TPU generation since v4; the compiler and the pipeline need some of it themselves."""
+SMEM_RESERVE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBlocks:
+    """block_pages: pages that one key block holds. group: sequences of one grid step. slots: key blocks in VMEM."""
+
+    block_pages: int
+    group: int = 8
+    slots: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """What the kernel is specialized on. rows: decode rows. table_pages: columns of the page table."""
+
+    rows: int
+    table_pages: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    kv_dtype: jnp.dtype
+    q_dtype: jnp.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return is_quantized(self.kv_dtype)
+
+    @property
+    def row_width(self) -> int:
+        """Lanes of a pool row: key and value side by side."""
+        return 2 * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Lanes of the query and of the accumulator. A head of 64 shares its 128 lanes with its value, so the query
+        has zeros behind it, and the value comes out in the upper half."""
+        return self.row_width if self.head_dim % LANES else self.head_dim
+
+    @property
+    def packing(self) -> int:
+        """Pool values in a 32-bit word; they lie in neighbouring rows."""
+        return 4 // jnp.dtype(self.kv_dtype).itemsize
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of the smallest piece of a page that a copy can address."""
+        return SUBLANES * self.packing
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Of the products. 8-bit values are exact in bfloat16."""
+        return jnp.dtype(jnp.float32 if self.kv_dtype == jnp.float32 else jnp.bfloat16)
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of all heads, with its scales."""
+        values = self.num_kv_heads * self.page_tokens * self.row_width * jnp.dtype(self.kv_dtype).itemsize
+        return values + self.is_quantized * self.num_kv_heads * 2 * self.page_tokens * 4
+
+    @property
+    def key(self) -> str:
+        """Names everything that the best block sizes depend on, for tuned files."""
+        return f"{self.kv_dtype}-n{self.num_heads}-k{self.num_kv_heads}-h{self.head_dim}-w{self.page_tokens}"
+
+
+def decode_shape(rows: int, table_pages: int, num_heads: int, q_dtype: jnp.dtype, pool: KVPool) -> DecodeShape:
+    """Shape of a call; a pool of shapes alone will do."""
+    return DecodeShape(
+        rows=rows,
+        table_pages=table_pages,
+        num_heads=num_heads,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        page_tokens=pool.page_tokens,
+        kv_dtype=jnp.dtype(pool.pages_RKWC.dtype),
+        q_dtype=jnp.dtype(q_dtype),
+    )
+
+
+def pick_blocks(shape: DecodeShape, kernels: Kernels) -> DecodeBlocks:
+    """Explicit, tuned, or by the heuristic; checked against the chip. Raises: UnsupportedCase."""
+    blocks = pick(kernels, DecodeBlocks, "paged_attention_decode", shape.key, lambda: heuristic(shape))
+    check(shape, blocks, kernels)
+    return blocks
+
+
+def heuristic(shape: DecodeShape) -> DecodeBlocks:
+    """Key blocks of 512 tokens, or fewer where they pass 4 MiB; 8 sequences to a step."""
+    pages = max(1, 512 // shape.page_tokens)
+    while pages > 1 and pages * shape.page_bytes > 4 * MIB:
+        pages //= 2
+    return DecodeBlocks(block_pages=min(pages, max(shape.table_pages, 1)))
+
+
+def num_groups(shape: DecodeShape, blocks: DecodeBlocks) -> int:
+    return -(-shape.rows // blocks.group)
+
+
+def max_items(shape: DecodeShape, blocks: DecodeBlocks) -> int:
+    """Key blocks of a call whose sequences fill the page table."""
+    return max(1, shape.rows * -(-shape.table_pages // blocks.block_pages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTrips:
+    """How often the loops of one call run. groups: grid steps. items: key blocks. pages: pages that are copied in.
+    tokens: rows that are written."""
+
+    groups: int
+    items: int
+    pages: int
+    tokens: int
+
+
+def decode_trips(lens: Sequence[int], page_tokens: int, blocks: DecodeBlocks, window: int | None = None) -> DecodeTrips:
+    """Of decode rows whose sequences have these lengths, this step's token included; 0 is a padding row."""
+    items = pages = 0
+    for length in lens:
+        if length > 1:
+            first = 0 if window is None else max(length - window, 0) // page_tokens
+            last = -(-(length - 1) // page_tokens)
+            items += max(0, -(-last // blocks.block_pages) - first // blocks.block_pages)
+            pages += max(0, last - first)
+    live = sum(length > 0 for length in lens)
+    return DecodeTrips(groups=-(-len(lens) // blocks.group), items=items, pages=pages, tokens=live)
+
+
+def vmem_bytes(shape: DecodeShape, blocks: DecodeBlocks) -> int:
+    """What the kernel holds in VMEM: key blocks, tiles to write, state, inputs and outputs twice."""
+    heads, padded_heads = shape.num_kv_heads, -(-shape.num_heads // SUBLANES) * SUBLANES
+    lanes = max(shape.page_tokens, LANES)
+    item = jnp.dtype(shape.kv_dtype).itemsize
+    page = heads * shape.page_tokens * shape.row_width * item
+    scales = heads * 2 * lanes * 4 if shape.is_quantized else 0
+    tiles = 2 * blocks.group * (heads * shape.tile_tokens * shape.row_width * item + scales)
+    state = blocks.group * padded_heads * (shape.key_width + 2 * LANES) * 4
+    fresh = -(-heads // SUBLANES) * SUBLANES * shape.row_width * 8 + scales
+    queries = 2 * max(padded_heads, 16) * shape.key_width * 4
+    # A block's keys, values, scores and probabilities in compute type while the products run.
+    block = blocks.block_pages * shape.page_tokens
+    working = block * (heads * shape.row_width * shape.compute_dtype.itemsize + padded_heads * 16)
+    return (
+        blocks.slots * blocks.block_pages * (page + scales)
+        + tiles
+        + state
+        + 2 * blocks.group * (fresh + queries)
+        + working
+    )
+
+
+def smem_bytes(shape: DecodeShape, blocks: DecodeBlocks) -> int:
+    """What the kernel holds in scalar memory: page table, lengths and the list of key blocks."""
+    rows = num_groups(shape, blocks) * blocks.group
+    return 4 * (shape.rows * shape.table_pages + 2 * max_items(shape, blocks) + 2 * rows)
+
+
+def check(shape: DecodeShape, blocks: DecodeBlocks, kernels: Kernels) -> None:
+    """Raises: UnsupportedCase naming the limit."""
+    if shape.head_dim != LANES // 2 and shape.head_dim % LANES:
+        raise UnsupportedCase(f"heads of {shape.head_dim}; TPU decode takes 64 and multiples of 128")
+    if shape.page_tokens % shape.tile_tokens:
+        raise UnsupportedCase(
+            f"pages of {shape.page_tokens} tokens of {shape.kv_dtype}; TPU copies address {shape.tile_tokens} tokens"
+        )
+    if blocks.slots < 2 or blocks.group < 1 or blocks.block_pages < 1:
+        raise UnsupportedCase(f"{blocks}: a block is computed while the next one is copied, so slots >= 2, others >= 1")
+    needed, limit = smem_bytes(shape, blocks), SMEM_BYTES - SMEM_RESERVE_BYTES
+    if needed > limit:
+        raise UnsupportedCase(
+            f"a page table of {shape.rows} x {shape.table_pages} takes {needed} bytes of scalar memory, over {limit}"
+        )
+    if kernels.chip is None:
+        return
+    chip = CHIPS[kernels.chip]
+    if shape.kv_dtype.name.startswith("float8") and chip.fp8 != shape.kv_dtype.name:
+        raise UnsupportedCase(f"{shape.kv_dtype} pages on {chip.name}; it has {chip.fp8 or 'no 8-bit floats'}")
+    needed = vmem_bytes(shape, blocks)
+    if needed > chip.on_chip_bytes:
+        raise UnsupportedCase(f"{blocks} needs {needed} bytes of VMEM; {chip.name} has {chip.on_chip_bytes}")
