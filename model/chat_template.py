@@ -152,8 +152,13 @@ class _Seen:
         self._control = tokenizer.control_text
         self.holds_control = False
         self.may_straddle = False
+        self._looked_at: set[str] = set()
 
     def look(self, text: str, is_key: bool) -> str:
+        """Once at each: keys and roles come back in every message."""
+        if text in self._looked_at:
+            return text
+        self._looked_at.add(text)
         self.holds_control = self.holds_control or self._control.occurs_in(text)
         self.may_straddle = self.may_straddle or self._control.may_straddle(text)
         return text

@@ -17,6 +17,8 @@ class ControlText:
         self._longest = len(ordered[0]) if ordered else 0
         self._beginnings = frozenset(text[:cut] for text in ordered for cut in range(1, len(text)))
         self._ends = frozenset(text[cut:] for text in ordered for cut in range(1, len(text)))
+        self._firsts = frozenset(text[0] for text in ordered)
+        self._lasts = frozenset(text[-1] for text in ordered)
         self._ordered = ordered
 
     def occurs_in(self, text: str) -> bool:
@@ -35,6 +37,9 @@ class ControlText:
 
     def touches(self, text: str) -> bool:
         """Whether the text begins with the end, or ends with the beginning, of a control text."""
+        most = self._longest - 1
+        if most < 1 or (self._firsts.isdisjoint(text[-most:]) and self._lasts.isdisjoint(text[:most])):
+            return False  # By far the most texts end here, without a slice per length.
         return any(
             text[-n:] in self._beginnings or text[:n] in self._ends for n in range(1, min(self._longest, len(text) + 1))
         )
