@@ -18,7 +18,7 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic load faults cases start bench
+CHECKS := golden metamorphic interpret load faults cases start bench
 STRICT := core engine edge
 
 .DEFAULT_GOAL := help

@@ -36,7 +36,7 @@ def attention(
     q_TNH = rotate(project("TD,DNH->TNH", x_TD, w.q_DNH), turn).astype(w.q_DNH.dtype)
     k_TKH = rotate(project("TD,DKH->TKH", x_TD, w.k_DKH), turn)
     v_TKH = project("TD,DKH->TKH", x_TD, w.v_DKH)
-    new = to_pool(k_TKH, v_TKH, pool.pages_RKWC.dtype)
+    new = to_pool(k_TKH, v_TKH, pool.dtype)
     spec = AttentionSpec(scale=cfg.head_dim**-0.5)
     out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, kernels=kernels)
     # One contracted axis: with two, XLA:CPU transposes the weight in every step.

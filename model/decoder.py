@@ -38,11 +38,19 @@ def pool_shape(cfg: ModelConfig, num_pages: int, page_tokens: int) -> tuple[int,
     return cfg.num_layers * num_pages, cfg.num_kv_heads, page_tokens, 2 * cfg.head_dim
 
 
-def new_pool(cfg: ModelConfig, num_pages: int, page_tokens: int, dtype: DTypeLike = jnp.float32) -> KVPool:
-    """A pool of zeros, with scales where the type needs them: zeros, since a stale NaN would outlive a mask."""
+def new_pool(
+    cfg: ModelConfig, num_pages: int, page_tokens: int, dtype: DTypeLike = jnp.float32, *, as_bits: bool = False
+) -> KVPool:
+    """A pool of zeros, with scales where the type needs them: zeros, since a stale NaN would outlive a mask.
+
+    as_bits: see KVPool.bits_of; for float types of 8 or 16 bits.
+    """
+    of = jnp.dtype(dtype)
     shape = pool_shape(cfg, num_pages, page_tokens)
-    scale = jnp.zeros((*shape[:2], 2, page_tokens)) if is_quantized(jnp.dtype(dtype)) else None
-    return KVPool(jnp.zeros(shape, dtype), scale)
+    scale = jnp.zeros((*shape[:2], 2, page_tokens)) if is_quantized(of) else None
+    if as_bits:
+        return KVPool(jnp.zeros(shape, {1: jnp.uint8, 2: jnp.uint16}[of.itemsize]), scale, bits_of=of.name)
+    return KVPool(jnp.zeros(shape, of), scale)
 
 
 def forward(

@@ -15,6 +15,7 @@ from headrace.pallas_kernels.types import (
     AttentionSpec,
     AttnMeta,
     GroupQuant,
+    Implementation,
     Kernels,
     KVPool,
     TokenKV,
@@ -59,7 +60,7 @@ def paged_attention(
         raise UnsupportedCase(f"{q_TNH.shape[1]} query heads are not a multiple of {pool.num_kv_heads} key heads")
     if pool.head_dim != q_TNH.shape[2]:
         raise UnsupportedCase(f"pool rows of {2 * pool.head_dim} values do not hold two heads of {q_TNH.shape[2]}")
-    _check_types(new, pool)
+    _check_types(new, pool, kernels)
     return _kernel("paged_attention", kernels)(q_TNH, new, pool, first_row, meta, spec, sinks_N, kernels)
 
 
@@ -72,7 +73,7 @@ def write_pages(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: At
 
     Args and errors: as paged_attention.
     """
-    _check_types(new, pool)
+    _check_types(new, pool, kernels)
     return _kernel("write_pages", kernels)(new, pool, first_row, meta, kernels)
 
 
@@ -120,8 +121,10 @@ def _kernel(operation: str, kernels: Kernels) -> Callable[..., Any]:
         raise UnsupportedCase(f"{operation} has no {kernels.implementation} implementation") from error
 
 
-def _check_types(new: TokenKV, pool: KVPool) -> None:
-    dtype = pool.pages_RKWC.dtype
+def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:
+    dtype = pool.dtype
+    if pool.bits_of is not None and kernels.implementation is not Implementation.REFERENCE:
+        raise UnsupportedCase(f"a pool that holds {dtype} as integers; that is for the reference")
     if new.kv_TKC.dtype != dtype:
         raise UnsupportedCase(f"tokens of {new.kv_TKC.dtype} do not go into a pool of {dtype}")
     for name, scale in (("a pool", pool.scale_RK2W), ("tokens", new.scale_TK2)):

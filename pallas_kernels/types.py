@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 Blocks = TypeVar("Blocks")
@@ -72,10 +73,18 @@ class KVPool:
     pages_RKWC: float32, bfloat16, int8 or an 8-bit float. The key of a head is [..., :H], its value [..., H:]; page p
       of layer l is row l * P + p, and page 0 of each layer is the null page.
     scale_RK2W: float32, factors of each token's key (0) and value (1), where pages are 8 bits wide; else None.
+    bits_of: name of the float type whose bits the pages hold, as unsigned integers of its width; reference on CPU only.
+      XLA:CPU does in float32 what it has no narrow floats for: writing one token would convert the whole pool.
     """
 
     pages_RKWC: jax.Array
     scale_RK2W: jax.Array | None = None
+    bits_of: str | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of keys and values."""
+        return self.pages_RKWC.dtype if self.bits_of is None else jnp.dtype(self.bits_of)
 
     @property
     def page_tokens(self) -> int:

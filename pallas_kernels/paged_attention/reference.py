@@ -122,6 +122,8 @@ def _gather(pool: KVPool, row_UP: Array) -> Array:
     # One head of one page at a time gives the order that the products want, without a transpose. The pool is read
     # as it is: through a reshape, XLA computes the write twice, into a copy of the pool (seen for one row).
     kv = pool.pages_RKWC.at[row_UP[:, None], head_K1].get(mode="promise_in_bounds")
+    if pool.bits_of is not None:
+        kv = lax.bitcast_convert_type(kv, pool.dtype)
     kv = kv.astype(jnp.float32)
     if pool.scale_RK2W is not None:
         scale = pool.scale_RK2W.at[row_UP[:, None], head_K1].get(mode="promise_in_bounds")

@@ -9,12 +9,15 @@ from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool, TokenKV
 
 def write_pages(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: AttnMeta, kernels: Kernels) -> KVPool:
     """See ``headrace.pallas_kernels.api.write_pages``."""
-    rows = meta.num_decode_rows
+    rows, bits_of = meta.num_decode_rows, pool.bits_of
+    if bits_of is not None:
+        new = new.replace(kv_TKC=lax.bitcast_convert_type(new.kv_TKC, pool.pages_RKWC.dtype))
+        pool = pool.replace(bits_of=None)
     if rows:
         pool = _write_tokens(new.rows(0, rows), pool, first_row, meta)
     if meta.num_blocks:
         pool = _write_blocks(new.rows(rows), pool, first_row, meta)
-    return pool
+    return pool.replace(bits_of=bits_of)
 
 
 def _write_tokens(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: AttnMeta) -> KVPool:

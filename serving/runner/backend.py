@@ -42,7 +42,7 @@ class DeviceFacts(Protocol):
 class Wishes:
     """Values of --attention, --dtype and --kv-dtype.
 
-    interpret: tests only: kernels run in Pallas's plain interpreter, on any device.
+    interpret: tests only: kernels run in Pallas's plain interpreter, on any device, with layers scanned as on theirs.
     """
 
     attention: str = "auto"
@@ -56,7 +56,7 @@ class Backend:
     """device: None = JAX's default. dtype: of weights, and of activations in products. kv_dtype: of pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU copies the slices of
-    stacked weights, so layers are unrolled there.
+    stacked weights, so layers are unrolled there. kv_as_bits: see ``KVPool.bits_of``.
     """
 
     device: jax.Device | None = None
@@ -64,6 +64,7 @@ class Backend:
     dtype: np.dtype = np.dtype(np.float32)
     kv_dtype: np.dtype = np.dtype(np.float32)
     scan_layers: bool = False
+    kv_as_bits: bool = False
 
     @property
     def kv_format(self) -> KVFormat:
@@ -111,12 +112,15 @@ def choose_backend(device: jax.Device, wishes: Wishes) -> Backend:
     is_cpu = platform_of(device) == "cpu"
     kernels = _choose_kernels(device, wishes)
     dtype = np.dtype(np.float32 if is_cpu else jnp.bfloat16) if wishes.dtype == "auto" else _float(wishes.dtype)
+    kv_dtype = _choose_kv_dtype(device, wishes, kernels, dtype)
+    is_narrow_float = kv_dtype not in (np.dtype(np.float32), np.dtype(np.int8))
     return Backend(
         device=device,
         kernels=kernels,
         dtype=dtype,
-        kv_dtype=_choose_kv_dtype(device, wishes, kernels, dtype),
-        scan_layers=not is_cpu,
+        kv_dtype=kv_dtype,
+        scan_layers=not is_cpu or wishes.interpret,
+        kv_as_bits=is_cpu and is_narrow_float and kernels.implementation is Implementation.REFERENCE,
     )
 
 

@@ -124,7 +124,9 @@ def _line(less: int, few: int, more: int, pages: int) -> tuple[int, int]:
 
 def _pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, pages: int) -> KVPool:
     """Shapes."""
-    shapes: KVPool = jax.eval_shape(lambda: new_pool(cfg, pages, config.page_size, backend.kv_dtype))
+    shapes: KVPool = jax.eval_shape(
+        lambda: new_pool(cfg, pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits)
+    )
     return shapes
 
 

@@ -76,7 +76,9 @@ class JaxRunner:
         self._vocab_size = model.config.vocab_size
         self._weights = place(model.weights, backend.device, scan=backend.scan_layers)
         with on_device(backend.device):
-            self._pool = new_pool(model.config, config.num_pages, config.page_size, backend.kv_dtype)
+            self._pool = new_pool(
+                model.config, config.num_pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits
+            )
             self._state = initial_state(config.num_slots, self._vocab_size)
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
@@ -169,6 +171,7 @@ class JaxRunner:
 
         def poisoned(array: jax.Array) -> jax.Array:
             host = np.array(array)
+            # All bits set is NaN in every narrow float.
             poison = np.iinfo(host.dtype).max if np.issubdtype(host.dtype, np.integer) else np.nan
             host.reshape(layers, config.num_pages, -1)[:, list(page_ids)] = poison
             return jax.device_put(host, self._backend.device)

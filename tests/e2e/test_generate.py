@@ -45,6 +45,9 @@ def test_text_goes_to_standard_output_alone(smollm2_path: Path) -> None:
         (("--stop", ""), "--stop"),
         (("--system", "Be brief."), "--chat"),
         (("--model", "/no/such/model.gguf"), "neither a file nor a known name"),
+        (("--attention", "tpu"), "--attention tpu needs a TPU, and the device is cpu"),
+        (("--device", "gpu"), "--device gpu: JAX found only cpu"),
+        (("--memory-fraction", "0.5", "--pages", "9"), "pages and memory_fraction both give the size"),
     ],
 )
 def test_what_cannot_be_had_is_said_in_a_sentence(arguments: tuple[str, ...], says: str) -> None:

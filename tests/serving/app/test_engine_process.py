@@ -47,6 +47,25 @@ async def test_options_that_cannot_work_are_named(smollm2_path: Path) -> None:
     assert "context 1048576 is more than the 8192 positions of the model" in error
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"attention": "tpu"}, "--attention tpu needs a TPU, and the device is cpu (cpu); take --attention auto"),
+        ({"attention": "gpu"}, "--attention gpu needs a GPU, and the device is cpu (cpu); take --attention auto"),
+        ({"device": "tpu"}, "--device tpu: JAX found only cpu; --device auto takes it"),
+        ({"attention": "tpu", "interpret": True, "page_size": 4}, "--page-size 4 must be a multiple of 8, since a TPU"),
+    ],
+    ids=str,
+)
+async def test_a_device_or_kernels_that_cannot_be_had_end_the_start(
+    smollm2_path: Path, options: dict[str, object], says: str
+) -> None:
+    """Nothing else runs in their place."""
+    error = await start_error(engine_launch(EngineOptions(model=str(smollm2_path), **options)))
+    assert says in error
+    assert "exit code 1" in error
+
+
 async def test_unreadable_options_are_an_error() -> None:
     launch = replace(engine_launch(EngineOptions(model="x")), first_frame=encode_frame(Drain()))
     assert "unreadable options" in await start_error(launch)

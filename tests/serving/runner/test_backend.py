@@ -96,6 +96,13 @@ def test_kv_types(device: FakeDevice, kv_dtype: str, name: str) -> None:
     assert backend.kv_dtype.name == backend.kv_format.dtype == name
 
 
+def test_only_the_reference_on_a_cpu_holds_narrow_floats_as_integers() -> None:
+    for kv_dtype in ("float32", "bfloat16", "int8", "fp8"):
+        assert chosen(CPU, kv_dtype=kv_dtype).kv_as_bits == (kv_dtype in ("bfloat16", "fp8"))
+        assert not chosen(V6E, kv_dtype=kv_dtype, attention="reference").kv_as_bits
+        assert not chosen(CPU, kv_dtype=kv_dtype, attention="tpu", interpret=True).kv_as_bits
+
+
 def test_kv_follows_the_type_of_products() -> None:
     assert chosen(CPU, dtype="bfloat16").kv_dtype == BF16
     assert chosen(V6E, dtype="float32").kv_dtype == np.float32
@@ -127,7 +134,7 @@ def test_interpreted_kernels_run_anywhere_with_a_chips_limits() -> None:
     )
     backend = chosen(CPU, attention="gpu", interpret=True, kv_dtype="fp8")
     assert backend.kernels == Kernels(implementation=GPU, chip="h100", interpret=True)
-    assert (backend.dtype, backend.kv_dtype.name, backend.scan_layers) == (np.float32, "float8_e4m3fn", False)
+    assert (backend.dtype, backend.kv_dtype.name, backend.scan_layers) == (np.float32, "float8_e4m3fn", True)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
