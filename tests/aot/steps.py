@@ -1,0 +1,105 @@
+"""Whole steps of real models with the kernels inside, as the runner compiles them, from the shapes of all arguments."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import new_pool
+from headrace.model.specs import param_specs
+from headrace.pallas_kernels.chips import CHIPS
+from headrace.pallas_kernels.types import Kernels
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.plan import ProgramKind
+from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.programs import program_name, step_program
+from headrace.serving.runner.sampling_state import initial_state
+from headrace.serving.runner.weights import arranged
+from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MEAN_TOKENS, MOST_TOKENS, ROWS, Built, size_bytes
+
+MODELS = {
+    "smollm2-135m": ModelConfig(
+        family="llama",
+        vocab_size=49_152,
+        num_layers=30,
+        width=576,
+        ffn_width=1_536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_context=8_192,
+        rope_theta=100_000.0,
+        rms_norm_eps=1e-5,
+        tied_embeddings=True,
+    ),
+    "llama-3.1-8b": ModelConfig(
+        family="llama",
+        vocab_size=128_256,
+        num_layers=32,
+        width=4_096,
+        ffn_width=14_336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_context=131_072,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        tied_embeddings=False,
+    ),
+}
+PAGE_TOKENS = {"bfloat16": 64, "int8": 128}
+"""The runner's own choice on a TPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    chip: str
+    model: str
+    kind: ProgramKind
+    kv_dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip} {self.model} {self.kind} step, {self.kv_dtype} pages"
+
+
+def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
+    """Both models, decode and mixed; 8-bit pages with the larger one."""
+    for chip in chips:
+        for model in MODELS:
+            for kind in ProgramKind:
+                for kv_dtype in PAGE_TOKENS if model.startswith("llama") else ("bfloat16",):
+                    yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype=kv_dtype)
+
+
+def build_step(step: WholeStep) -> Built:
+    """The program of one bucket: 64 decode rows, with 512 prefill tokens where it is mixed; bf16 weights, scanned."""
+    cfg, page = MODELS[step.model], PAGE_TOKENS[step.kv_dtype]
+    config = SchedulerConfig(
+        num_slots=ROWS,
+        page_size=page,
+        num_pages=ROWS * MEAN_TOKENS // page + 1,
+        max_context=MOST_TOKENS,
+        chunk_tokens=BLOCKS * BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        decode_rows=(ROWS,),
+        prefill_tokens=(BLOCKS * BLOCK_TOKENS,),
+    )
+    bucket = next(bucket for bucket in config.buckets if bucket.kind is step.kind)
+    layout = InputLayout(bucket, config, cfg.vocab_size)
+    specs = param_specs(cfg, jnp.bfloat16)
+    weights = arranged(jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs), scan=True)
+    pool = jax.eval_shape(lambda: new_pool(cfg, config.num_pages, page, jnp.dtype(step.kv_dtype)))
+    state = jax.eval_shape(lambda: initial_state(ROWS, cfg.vocab_size))
+    kernels = Kernels(implementation=CHIPS[step.chip].implementation, chip=step.chip)
+    program = step_program(cfg, layout, kernels, weights, pool, state)
+    assert program_name(bucket).startswith(step.kind)
+    return Built(
+        function=program.function,
+        arguments=program.arguments,
+        donated=program.donated,
+        donated_bytes=size_bytes((pool, state)),
+        bound_bytes=size_bytes(pool) // cfg.num_layers,
+    )

@@ -1,0 +1,164 @@
+"""Compilation for TPUs that are not there, by the compiler that ships with libtpu, and what must hold of the result.
+
+``prepare`` comes first in a process: it sets what libtpu reads once, when it is loaded.
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from headrace.pallas_kernels.chips import CHIPS
+from headrace.pallas_kernels.types import KVPool, UnsupportedCase
+from tests.aot import hlo
+from tests.aot.bundles import Loop, init_args, read_dump
+from tests.aot.matrix import Built
+
+TARGET = "tpu_custom_call"
+
+
+class Failing(StrEnum):
+    """The checks, each of which can fail by itself."""
+
+    COMPILER = "compiler"
+    UNSUPPORTED = "unsupported"
+    ALIAS = "alias"
+    COPY = "copy"
+    TEMPORARY = "temporary"
+    SPILL = "spill"
+    KERNEL = "kernel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one compilation. failures: (check, what it found). kernels: bundles by name; unpadded sizes differ
+    from these by padding only."""
+
+    name: str
+    seconds: float
+    failures: tuple[tuple[Failing, str], ...]
+    temporary_bytes: int = 0
+    alias_bytes: int = 0
+    kernels: dict[str, Loop] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures that evidence keeps."""
+        kernels = {name: {"bundles": loop.own(), "spills": loop.spills()} for name, loop in self.kernels.items()}
+        return {**{key: value for key, value in asdict(self).items() if key != "kernels"}, "kernels": kernels}
+
+
+def prepare() -> Path:
+    """Make libtpu load without a TPU and write its dump; returns the folder of it. Call before anything is compiled."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-aot-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "LIBTPU_INIT_ARGS": init_args(folder),
+    }
+    return folder
+
+
+@functools.cache
+def mesh_of(chip: str) -> Mesh:
+    """One device of a chip."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    return Mesh(np.array(topology.devices[:1]), ("one",))
+
+
+def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
+    """Pools are row-major, as the runner keeps them: left to itself, XLA puts rows last where pages of
+    8-bit values have fewer than 128 factors, and turns all of them around for the kernel and back.
+
+    Raises: what tracing, Mosaic or XLA raise.
+    """
+    mesh = mesh_of(chip)
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def row_major(x: jax.ShapeDtypeStruct) -> Format:
+        return Format(Layout(tuple(range(len(x.shape)))), sharding)
+
+    def argument(node: Any) -> Any:
+        place = row_major if isinstance(node, KVPool) else lambda _: sharding
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), node)
+
+    def result(node: Any) -> Any:
+        return jax.tree.map(row_major, node) if isinstance(node, KVPool) else None
+
+    arguments = jax.tree.map(argument, built.arguments, is_leaf=_is_pool)
+    # Under the mesh, so that Pallas asks the topology and not this process's CPU what the device can do.
+    with jax.set_mesh(mesh):
+        results = jax.tree.map(result, jax.eval_shape(built.function, *arguments), is_leaf=_is_pool)
+        jitted = jax.jit(built.function, donate_argnums=built.donated, out_shardings=results)
+        return jitted.lower(*arguments).compile()
+
+
+def _is_pool(node: Any) -> bool:
+    return isinstance(node, KVPool)
+
+
+def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool) -> Outcome:
+    """Compile and look. needs_kernel: a program without a kernel of ours is a failure."""
+    shutil.rmtree(dump, ignore_errors=True)
+    dump.mkdir(parents=True)
+    started_s = time.monotonic()
+    try:
+        compiled = compile_for(chip, built)
+    except UnsupportedCase as error:
+        return _failed(name, started_s, Failing.UNSUPPORTED, error.why)
+    except Exception as error:  # whatever the compiler says is the finding
+        return _failed(name, started_s, Failing.COMPILER, f"{type(error).__name__}: {error}"[:2000])
+    seconds = round(time.monotonic() - started_s, 2)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    kernels = read_dump(dump, hlo.kernel_names(text, TARGET))
+    temporary, alias = int(memory.temp_size_in_bytes), int(memory.alias_size_in_bytes)
+    failures: list[tuple[Failing, str]] = []
+    if alias < built.donated_bytes:
+        failures.append((Failing.ALIAS, f"{alias} bytes are aliased, {built.donated_bytes} were donated"))
+    if temporary >= built.bound_bytes:
+        failures.append((Failing.TEMPORARY, f"temporaries of {temporary} bytes; the bound is {built.bound_bytes}"))
+    failures += [(Failing.COPY, text) for text in copies(text, built)]
+    failures += [(Failing.SPILL, f"{n}: {k.spills()} spills and fills") for n, k in kernels.items() if k.spills()]
+    if needs_kernel and not kernels:
+        failures.append((Failing.KERNEL, "no kernel was compiled"))
+    return Outcome(
+        name=name,
+        seconds=seconds,
+        failures=tuple(failures),
+        temporary_bytes=temporary,
+        alias_bytes=alias,
+        kernels=kernels,
+    )
+
+
+def copies(text: str, built: Built) -> list[str]:
+    """Instructions that make another array of the size and width of a donated one, wherever it lies, or one in HBM that
+    reaches the bound."""
+    donated = [leaf for index in built.donated for leaf in jax.tree.leaves(built.arguments[index])]
+    pools = {(leaf.size, 8 * leaf.dtype.itemsize) for leaf in donated if leaf.size > 1}
+    return [
+        f"{instruction.opcode} makes {instruction.text[:160]}"
+        for instruction in hlo.made(text)
+        if any(
+            (shape.size, shape.bits) in pools or (shape.bytes >= built.bound_bytes and not shape.is_on_chip)
+            for shape in instruction.shapes
+        )
+    ]
+
+
+def _failed(name: str, started_s: float, failing: Failing, what: str) -> Outcome:
+    return Outcome(name=name, seconds=round(time.monotonic() - started_s, 2), failures=((failing, what),))
