@@ -27,18 +27,24 @@ class GpuDecodeBlocks:
     stages: int
 
 
-def heuristic(rows: int, context: int, pool: KVPool, spec: AttentionSpec) -> GpuDecodeBlocks:
-    """No GPU has measured this; the compiler's figures (registers, shared memory) bound it.
+def heuristic(rows: int, context: int, pool: KVPool, spec: AttentionSpec, compute: jnp.dtype) -> GpuDecodeBlocks:
+    """No GPU has measured this; it follows from what the compiler reports for sm_90a.
 
-    keys: a step of 16 KiB of keys and as much of values keeps three stages near 96 KiB, so that two programs fit into
-    the 227 KiB of a multiprocessor. splits: four programs for each multiprocessor, two resident and two behind them,
-    so that rows of unequal length even out; but two steps or more for each, since every split writes a partial result.
+    keys: 8192 / H, so that 4 warps stay at 128 registers or less with 8-bit and bfloat16 pages (twice as many keys
+    take 150 to 255), and three or four programs share a multiprocessor. stages: 5, because a load of keys waits for the
+    load of its table entries and each takes its place in the pipeline: 3 keep one step of keys in flight, 5 keep two,
+    64 KiB of bfloat16 a program, where the bandwidth of an H200 times a microsecond is 36 KiB a multiprocessor.
+    splits: four programs for each multiprocessor, so that rows of unequal length even out; but two steps or more for
+    each, since every split writes a partial result. float32 products run on the ordinary cores, whose operands are
+    whole rows in registers: a quarter of the keys, over more warps (even so, 350 bytes of a thread spill where float32
+    queries meet narrower pages at H 256).
     """
-    keys = 16 * 1024 // (pool.head_dim * pool.pages_RKWC.dtype.itemsize)
-    keys = min(max(keys, gpu_pages.SMALLEST_DOT), 128)
+    keys, num_warps = min(max(8192 // pool.head_dim, 32), 128), 4
+    if compute == jnp.float32:
+        keys, num_warps = max(keys // 4, gpu_pages.SMALLEST_DOT), min(max(pool.head_dim // 16, 4), 8)
     longest = context if spec.window is None else min(context, spec.window + keys)
     wanted = pl.cdiv(4 * gpu_pages.MULTIPROCESSORS, rows * pool.num_kv_heads)
-    return GpuDecodeBlocks(keys=keys, splits=max(1, min(wanted, longest // (2 * keys))), num_warps=4, stages=3)
+    return GpuDecodeBlocks(keys=keys, splits=max(1, min(wanted, longest // (2 * keys))), num_warps=num_warps, stages=5)
 
 
 def decode(
@@ -55,15 +61,15 @@ def decode(
     kv_heads, group = pool.num_kv_heads, num_heads // pool.num_kv_heads
     padded = gpu_pages.padded_rows(group)
     context = meta.page_table_ZM.shape[1] * pool.page_tokens
+    compute = gpu_pages.compute_dtype(q_BNH.dtype, pool)
     blocks = block_sizes.pick(
         kernels,
         GpuDecodeBlocks,
         "paged_attention_decode",
-        f"{pool.pages_RKWC.dtype} B{rows} K{kv_heads} G{group} H{width} W{pool.page_tokens} context{context}",
-        lambda: heuristic(rows, context, pool, spec),
+        f"{pool.pages_RKWC.dtype} {compute} B{rows} K{kv_heads} G{group} H{width} W{pool.page_tokens} context{context}",
+        lambda: heuristic(rows, context, pool, spec, compute),
     )
     partial = (rows, kv_heads, blocks.splits, padded)
-    compute = gpu_pages.compute_dtype(q_BNH.dtype, pool)
     acc, top, total = pl.pallas_call(
         functools.partial(_kernel, spec=spec, blocks=blocks, group=group, compute=compute),
         grid=partial[:3],

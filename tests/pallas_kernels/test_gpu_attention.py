@@ -97,9 +97,14 @@ SMALL_BLOCKS = replace(
 )
 
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""The interpreter's programs run for milliseconds, and half of their seconds of compilation go into optimization."""
+
+
 @functools.cache
 def run(kernels: Kernels) -> Callable[..., tuple[jax.Array, KVPool]]:
-    return jax.jit(functools.partial(api.paged_attention, kernels=kernels), static_argnames="spec")
+    call = functools.partial(api.paged_attention, kernels=kernels)
+    return jax.jit(call, static_argnames="spec", compiler_options=FAST_COMPILE)
 
 
 def attend(inputs: AttentionInputs, pool: KVPool, kernels: Kernels = GPU) -> tuple[np.ndarray, KVPool]:
