@@ -60,8 +60,8 @@ CASES = {
         replace(on_cpu(dtype="bfloat16"), scan_layers=True, kv_as_bits=False), 0.1
     ),
     "bfloat16 KV": Case(on_cpu(kv_dtype="bfloat16"), 0.03),
-    "int8 KV": Case(on_cpu(kv_dtype="int8"), 0.05),
-    "fp8 KV": Case(on_cpu(kv_dtype="fp8"), 0.3),
+    "int8 KV": Case(on_cpu(kv_dtype="int8"), 0.08),
+    "fp8 KV": Case(on_cpu(kv_dtype="fp8"), 0.4),
     "bfloat16, int8 KV": Case(on_cpu(dtype="bfloat16", kv_dtype="int8"), 0.1),
 }
 

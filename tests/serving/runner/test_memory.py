@@ -24,9 +24,10 @@ from headrace.serving.runner.runner import JaxRunner
 from headrace.serving.runner.sampling_state import initial_state
 from headrace.serving.runner.weights import arranged
 from tests.model.tiny import TINY
-from tests.serving.runner.plans import CONFIG
+from tests.serving.runner.plans import CONFIG as LONG_LADDER
 
 LIMIT = 8 << 20
+CONFIG = replace(LONG_LADDER, prefill_tokens=(16,))
 BUCKETS = range(len(CONFIG.buckets))
 UNTIED = replace(TINY, tied_embeddings=False)
 BACKENDS = {
