@@ -37,15 +37,16 @@ def list_work(
     groups, rows = num_groups(shape, blocks), meta.num_decode_rows
     block_tokens = blocks.block_pages * shape.page_tokens
     kv_len = jnp.pad(meta.kv_len_Z[:rows], (0, groups * blocks.group - rows))
-    first = jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0) // block_tokens
-    last = (jnp.maximum(kv_len - 1, 0) + block_tokens - 1) // block_tokens
-    end = jnp.cumsum(jnp.maximum(last - first, 0))
+    seen_first = jnp.zeros_like(kv_len) if window is None else jnp.maximum(kv_len - window, 0)
+    seen_end = jnp.maximum(kv_len - 1, 0)
+    first, last = seen_first // block_tokens, (seen_end + block_tokens - 1) // block_tokens
+    count = jnp.where(seen_first < seen_end, last - first, 0)
+    end = jnp.cumsum(count)
     item = jnp.arange(max_items(shape, blocks), dtype=jnp.int32)
     # Sequence of an item: how many sequences end at or before it. One comparison each, no loop.
     item_seq = (end[None, :] <= item[:, None]).sum(axis=1, dtype=jnp.int32)
     item_seq = jnp.minimum(item_seq, rows - 1)
-    begin = end - jnp.maximum(last - first, 0)
-    item_block = first[item_seq] + item - begin[item_seq]
+    item_block = (first - end + count)[item_seq] + item
     return Work(
         kv_len=kv_len,
         table=meta.page_table_ZM[:rows].reshape(-1),

@@ -179,30 +179,27 @@ def _kernel(static: _Static, *refs: Ref) -> None:
     group = pl.program_id(0)
     items = _Items(static, work, pages, scale, scratch)
     tiles = _Tiles(static, work, pages, scale, fresh, scratch)
-    begin, end = work.group_start[group], work.group_start[group + 1]
-    total = work.group_start[num_groups(static.shape, static.blocks)]
-
-    @pl.when(group == 0)
-    def _prime() -> None:
-        if static.may_hold_nan:
-            scratch.kv[...] = jnp.zeros_like(scratch.kv)
-        for item in range(static.blocks.slots - 1):
-            pl.when(item < total)(functools.partial(items.start, item))
-
+    last_group = num_groups(static.shape, static.blocks) - 1
+    begin, end, total = work.group_start[group], work.group_start[group + 1], work.group_start[last_group + 1]
     pl.when(group >= 2)(lambda: tiles.for_live(group - 2, tiles.writes, wait=True))
     tiles.for_live(group, tiles.reads)
     for u in range(static.blocks.group):
         _start_state(static, q[u], fresh.value_BKC.at[u], sinks, u, scratch)
 
-    @pl.loop(begin, end)
+    # The first trips of the call only start copies.
+    lead = static.blocks.slots - 1
+
+    @pl.loop(jnp.where(group == 0, -lead, begin), end)
     def _item(item: Array) -> None:
-        ahead = item + static.blocks.slots - 1
-        pl.when(ahead < total)(lambda: items.start(ahead))
-        items.wait(item)
-        if static.may_hold_nan:
-            items.clean(item)
-        u = work.item_seq[item] - group * static.blocks.group
-        _attend(static, items, item, q[u], u, scratch)
+        pl.when(item + lead < total)(lambda: items.start(item + lead))
+
+        @pl.when(item >= 0)
+        def _attend_item() -> None:
+            items.wait(item)
+            if static.may_hold_nan:
+                items.clean(item)
+            u = work.item_seq[item] - group * static.blocks.group
+            _attend(static, items, item, q[u], u, scratch)
 
     for u in range(static.blocks.group):
         is_live = work.kv_len[group * static.blocks.group + u] > 0
@@ -213,7 +210,7 @@ def _kernel(static: _Static, *refs: Ref) -> None:
         tiles.put_row(group, u)
     tiles.for_live(group, tiles.writes)
 
-    @pl.when(group == num_groups(static.shape, static.blocks) - 1)
+    @pl.when(group == last_group)
     def _drain() -> None:
         pl.when(group >= 1)(lambda: tiles.for_live(group - 1, tiles.writes, wait=True))
         tiles.for_live(group, tiles.writes, wait=True)
@@ -245,7 +242,8 @@ class _Items:
         self.static, self.work, self.pages, self.scale, self.scratch = static, work, pages, scale, scratch
 
     def slot(self, item: Array) -> Array:
-        return lax.rem(item, self.static.blocks.slots)
+        slots = self.static.blocks.slots
+        return lax.rem(item, slots) if slots & (slots - 1) else item & (slots - 1)
 
     def live_tokens(self, item: Array) -> tuple[Array, Array]:
         """(first, end) of what the sequence's new token sees in the pool, counted from the block's first token."""
@@ -289,36 +287,50 @@ class _Items:
         self._each_page(item, lambda copy: copy.wait())
 
     def clean(self, item: Array) -> None:
-        """Zeros in the rows of copied pages that are not seen. Pages that were not copied hold clean rows of earlier
-        blocks, or zeros."""
+        """Zeros in the values that are not seen: what a page's last tenant left, and, in pages that were not copied,
+        what another sequence had in this slot. (Keys may be NaN: their scores are replaced.)"""
         first, end = self.live_tokens(item)
         first_page, end_page = self.live_pages(item)
-        page_tokens = self.static.shape.page_tokens
 
-        @pl.when((end_page * page_tokens > end) | (first > first_page * page_tokens))
+        @pl.when((first > 0) | (end < self.static.block_tokens))
         def _edge() -> None:
+            self._zero_pages(item, 0, first_page)
+            self._zero_pages(item, end_page, self.static.blocks.block_pages)
             self._clean_page(item, first_page, first, end)
             pl.when(end_page - 1 > first_page)(lambda: self._clean_page(item, end_page - 1, first, end))
 
+    def _zero_pages(self, item: Array, first: Array | int, end: Array | int) -> None:
+        shape, slot = self.static.shape, self.slot(item)
+        values = slice(shape.row_width - shape.key_width, shape.row_width)
+        zeros = jnp.zeros((shape.page_tokens, shape.key_width), shape.kv_dtype)
+
+        @pl.loop(first, end)
+        def _page(page: Array) -> None:
+            @pl.loop(0, shape.num_kv_heads)
+            def _head(k: Array) -> None:
+                self.scratch.kv[slot, page, k, :, values] = zeros
+
     def _clean_page(self, item: Array, page: Array, first: Array, end: Array) -> None:
         shape, slot = self.static.shape, self.slot(item)
-        bits = 32 // shape.packing
+        tokens = shape.tile_tokens
+        values = slice(shape.row_width - shape.key_width, shape.row_width)
 
-        @pl.loop(0, shape.page_tokens // shape.tile_tokens)
+        @pl.loop(0, shape.page_tokens // tokens)
         def _tile(tile: Array) -> None:
-            start = pl.multiple_of(tile * shape.tile_tokens, shape.tile_tokens)
-            at = (slot, page, slice(None), pl.ds(start, shape.tile_tokens))
+            start = pl.multiple_of(tile * tokens, tokens)
+            at = (slot, page, slice(None), pl.ds(start, tokens), values)
             old = pltpu.bitcast(self.scratch.kv[at], jnp.int32)
             token = page * shape.page_tokens + start + shape.packing * lax.broadcasted_iota(jnp.int32, old.shape, 1)
             keep = jnp.zeros_like(old)
             for i in range(shape.packing):
                 is_seen = (token + i >= first) & (token + i < end)
-                keep |= jnp.where(is_seen, _mask_of_value(bits, i), 0)
+                keep |= jnp.where(is_seen, _mask_of_value(shape, i), 0)
             self.scratch.kv[at] = pltpu.bitcast(old & keep, shape.kv_dtype)
 
 
-def _mask_of_value(bits: int, index: int) -> Array:
+def _mask_of_value(shape: DecodeShape, index: int) -> Array:
     """Bits of one stored value in its word."""
+    bits = 32 // shape.packing
     mask = ((1 << bits) - 1) << (bits * index)
     return jnp.int32(mask - (1 << 32) if mask >= 1 << 31 else mask)
 
@@ -369,12 +381,11 @@ class _Tiles:
         position = jnp.maximum(self.work.kv_len[group * self.static.blocks.group + u] - 1, 0)
         offset = lax.rem(position, shape.page_tokens)
         row = lax.rem(offset, shape.tile_tokens)
-        bits = 32 // shape.packing
         word_row = lax.broadcasted_iota(jnp.int32, (SUBLANES, shape.row_width), 0)
         mask = jnp.zeros_like(word_row)
         for i in range(shape.packing):
             is_row = word_row * shape.packing + i == row
-            mask |= jnp.where(is_row, _mask_of_value(bits, i), 0)
+            mask |= jnp.where(is_row, _mask_of_value(shape, i), 0)
         for head in range(shape.num_kv_heads):
             old = pltpu.bitcast(self.scratch.tile[parity, u, head], jnp.int32)
             word = jnp.broadcast_to(self.fresh.word_BKC[u, head : head + 1], mask.shape)
@@ -385,18 +396,46 @@ class _Tiles:
             self.scratch.tile_scale[parity, u] = jnp.where(lane == offset, self.fresh.scale_BK2W[u], old)
 
 
-def _of_heads(rows: Sequence[Array], num_heads: int) -> Array:
-    """[N, lanes]: each query head gets the row [1, lanes] of its key head."""
-    per_head, chunks = num_heads // len(rows), []
-    for start in range(0, num_heads, SUBLANES):
-        size = min(SUBLANES, num_heads - start)
-        first, last = start // per_head, (start + size - 1) // per_head
-        chunk = jnp.broadcast_to(rows[first], (size, rows[first].shape[-1]))
-        head = lax.broadcasted_iota(jnp.int32, chunk.shape, 0) + start
-        for k in range(first + 1, last + 1):
-            chunk = jnp.where(head >= k * per_head, jnp.broadcast_to(rows[k], chunk.shape), chunk)
+def _of_heads(part: Callable[[int, int, int], Array], shape: DecodeShape) -> Array:
+    """[N, lanes], of what each key head gives to its query heads. part(k, first, end): rows of query heads first..end,
+    where those of key head k are right; a register holds 8 rows, so heads that share one are merged."""
+    per_head, chunks = shape.num_heads // shape.num_kv_heads, []
+    for first in range(0, shape.num_heads, SUBLANES):
+        end = min(first + SUBLANES, shape.num_heads)
+        chunk = part(first // per_head, first, end)
+        head = lax.broadcasted_iota(jnp.int32, chunk.shape, 0) + first
+        for k in range(first // per_head + 1, (end - 1) // per_head + 1):
+            chunk = jnp.where(head >= k * per_head, part(k, first, end), chunk)
         chunks.append(chunk)
     return jnp.concatenate(chunks, axis=0)
+
+
+def _rows(of_head: Callable[[int], Array], shape: DecodeShape) -> Array:
+    """[N, lanes]: each query head gets the row [1, lanes] of its key head."""
+    rows = [of_head(k) for k in range(shape.num_kv_heads)]
+    return _of_heads(lambda k, first, end: jnp.broadcast_to(rows[k], (end - first, rows[k].shape[1])), shape)
+
+
+def _products(left: Array, of_head: Callable[[int], Array], contract: tuple[int, int], shape: DecodeShape) -> Array:
+    """[N, lanes]: the row of each query head times what its key head gives. Whole registers of 8 query heads go into
+    the product, so that none is shifted."""
+    per_head, dtype = shape.num_heads // shape.num_kv_heads, shape.compute_dtype
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    results, firsts = [], []
+    for k in range(shape.num_kv_heads):
+        first = k * per_head // SUBLANES * SUBLANES
+        end = min(-(-(k + 1) * per_head // SUBLANES) * SUBLANES, shape.num_heads)
+        results.append(
+            lax.dot_general(
+                left[first:end].astype(dtype),
+                of_head(k),
+                ((contract[:1], contract[1:]), ((), ())),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+        )
+        firsts.append(first)
+    return _of_heads(lambda k, first, end: results[k][first - firsts[k] : end - firsts[k]], shape)
 
 
 def _logits(static: _Static, score: Array, factor: Array | float) -> Array:
@@ -410,9 +449,9 @@ def _logits(static: _Static, score: Array, factor: Array | float) -> Array:
 def _start_state(static: _Static, q: Array, value: Ref, sinks: Ref, u: int, scratch: _Scratch) -> None:
     """The softmax over the new token and the sink."""
     shape = static.shape
-    heads, lanes = range(shape.num_kv_heads), shape.key_width
-    key = _of_heads([value[k : k + 1, :lanes] for k in heads], shape.num_heads)
-    acc = _of_heads([value[k : k + 1, shape.row_width - lanes :] for k in heads], shape.num_heads)
+    lanes = shape.key_width
+    key = _rows(lambda k: value[k : k + 1, :lanes], shape)
+    acc = _rows(lambda k: value[k : k + 1, shape.row_width - lanes :], shape)
     score = jnp.sum(q.astype(jnp.float32) * key, axis=1, keepdims=True)
     top = jnp.broadcast_to(_logits(static, score, static.spec.scale), (shape.num_heads, LANES))
     total = jnp.ones_like(top)
@@ -426,17 +465,14 @@ def _start_state(static: _Static, q: Array, value: Ref, sinks: Ref, u: int, scra
 
 def _attend(static: _Static, items: _Items, item: Array, q: Array, u: Array, scratch: _Scratch) -> None:
     """One key block into the state of its sequence. All heads at once: rows of scores are query heads."""
-    shape, slot = static.shape, items.slot(item)
-    heads, tokens, lanes = range(shape.num_kv_heads), static.block_tokens, shape.key_width
-    precision = lax.Precision.HIGHEST if shape.compute_dtype == jnp.float32 else None
-    rows = [scratch.kv[slot, :, k].reshape(tokens, shape.row_width).astype(shape.compute_dtype) for k in heads]
-    is_own = lambda k, x: _is_head(k, shape, x.shape)  # noqa: E731
-    score = jnp.zeros((shape.num_heads, tokens), jnp.float32)
-    for k in heads:
-        of_head = lax.dot_general(
-            q, rows[k][:, :lanes], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    shape, slot, lanes = static.shape, items.slot(item), static.shape.key_width
+
+    def rows(k: int, first: int, end: int) -> Array:
+        return (
+            scratch.kv[slot, :, k, :, first:end].reshape(static.block_tokens, end - first).astype(shape.compute_dtype)
         )
-        score = jnp.where(is_own(k, of_head), of_head, score)
+
+    score = _products(q.astype(jnp.float32), lambda k: rows(k, 0, lanes), (1, 1), shape)
     first, end = items.live_tokens(item)
     token = lax.broadcasted_iota(jnp.int32, score.shape, 1)
     is_seen = token < end
@@ -455,25 +491,15 @@ def _attend(static: _Static, items: _Items, item: Array, q: Array, u: Array, scr
     if shape.is_quantized:
         # A stale scale may be NaN, and 0 * NaN is not 0.
         weight = jnp.where(is_seen, weight * _scales(static, scratch, slot, 1), 0)
-    weight = weight.astype(shape.compute_dtype)
-    value = jnp.zeros((shape.num_heads, lanes), jnp.float32)
-    for k in heads:
-        of_head = jnp.dot(
-            weight, rows[k][:, shape.row_width - lanes :], precision=precision, preferred_element_type=jnp.float32
-        )
-        value = jnp.where(is_own(k, of_head), of_head, value)
+    value = _products(weight, lambda k: rows(k, shape.row_width - lanes, shape.row_width), (1, 0), shape)
     scratch.acc[u] = scratch.acc[u] * keep[:, :1] + value
-
-
-def _is_head(k: int, shape: DecodeShape, of: tuple[int, ...]) -> Array:
-    """Which rows of [N, ...] are query heads of key head k."""
-    per_head = shape.num_heads // shape.num_kv_heads
-    head = lax.broadcasted_iota(jnp.int32, of, 0)
-    return (head >= k * per_head) & (head < (k + 1) * per_head)
 
 
 def _scales(static: _Static, scratch: _Scratch, slot: Array, which: int) -> Array:
     """[N, tokens]: scales of a block's keys (0) or values (1) for every query head."""
-    pages, heads = range(static.blocks.block_pages), range(static.shape.num_kv_heads)
-    rows = [jnp.concatenate([scratch.scale[slot, page, k, which : which + 1] for page in pages], axis=1) for k in heads]
-    return _of_heads(rows, static.shape.num_heads)
+    pages = range(static.blocks.block_pages)
+
+    def of_head(k: int) -> Array:
+        return jnp.concatenate([scratch.scale[slot, page, k, which : which + 1] for page in pages], axis=1)
+
+    return _rows(of_head, static.shape)
