@@ -30,11 +30,16 @@ def machine() -> dict[str, object]:
 
 def write(path: Path, passed: bool, **sections: object) -> int:
     """Write the file, print it, and return the exit code."""
+    print(save(path, passed, **sections))
+    return 0 if passed else 1
+
+
+def save(path: Path, passed: bool, **sections: object) -> str:
+    """Write the file, and return its text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"passed": passed, "machine": machine(), **sections}, indent=2, ensure_ascii=False)
     path.write_text(text + "\n")
-    print(text)
-    return 0 if passed else 1
+    return text
 
 
 def _cpu_name() -> str:

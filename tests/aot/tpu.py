@@ -38,6 +38,7 @@ class Failing(StrEnum):
     TEMPORARY = "temporary"
     SPILL = "spill"
     KERNEL = "kernel"
+    MISSED = "missed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,28 @@
+"""What a worker process runs: imported there, after libtpu's variables are set."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.aot import matrix, steps, tpu, tpu_faults
+from tests.aot.matrix import ATTENTION, Entry
+from tests.aot.steps import WholeStep
+from tests.aot.tpu import Failing, Outcome
+
+
+def entry(of: Entry, dump: Path) -> Outcome:
+    """One entry of the matrix. Products may be XLA's own, attention and writes may not."""
+    return tpu.check(of.name, of.chip, matrix.build(of), dump, needs_kernel=of.operation in ATTENTION)
+
+
+def step(of: WholeStep, dump: Path) -> Outcome:
+    return tpu.check(of.name, of.chip, steps.build_step(of), dump, needs_kernel=True)
+
+
+def fault(name: str, dump: Path) -> Outcome:
+    """A planted fault: no failures where its check found it, else what is wrong with the check."""
+    make, failing, word = tpu_faults.FAULTS[name]
+    outcome = tpu.check(name, tpu_faults.CHIP, make(), dump, needs_kernel=True)
+    if any(check is failing and word in what.lower() for check, what in outcome.failures):
+        return replace(outcome, failures=())
+    missed = (Failing.MISSED, f"the check {failing} did not find it; found: {outcome.failures or 'nothing'}")
+    return replace(outcome, failures=(missed,))
