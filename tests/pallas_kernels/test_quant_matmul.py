@@ -1,4 +1,5 @@
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from headrace.pallas_kernels.quant_matmul.cases import (
     make_inputs,
 )
 from headrace.pallas_kernels.quant_matmul.quantize import quantize_groups
+from headrace.pallas_kernels.quant_matmul.tpu import QuantBlocks, heuristic, is_aligned
 from headrace.pallas_kernels.tolerances import relative_error, tolerance
-from headrace.pallas_kernels.types import GroupQuant, Kernels, UnsupportedCase
+from headrace.pallas_kernels.types import GroupQuant, Implementation, Kernels, UnsupportedCase
+from tests.pallas_kernels import interpreter
 
 REFERENCE = Kernels()
 SMALL = 1 << 21
@@ -116,3 +119,76 @@ class TestQuantize:
     def test_refusals(self, bits: int, group: int, named: str) -> None:
         with pytest.raises(UnsupportedCase, match=named):
             quantize_groups(self.w_KN, bits, group)
+
+
+class TestTpu:
+    def kernels(self, blocks: QuantBlocks | None = None) -> Kernels:
+        return Kernels(
+            implementation=Implementation.TPU,
+            chip="v6e",
+            interpret=interpreter.parameters(),
+            blocks=() if blocks is None else (blocks,),
+        )
+
+    @pytest.mark.parametrize("case", [case for case in TINY_CASES if case.group], ids=lambda case: case.name)
+    def test_equals_float64_without_a_race(self, case: QuantCase) -> None:
+        inputs = make_inputs(case, seed=5)
+        run = jax.jit(functools.partial(api.quant_matmul, kernels=self.kernels()))
+        out = interpreter.run_without_race(run, inputs.x_MK, inputs.weight)
+        assert out.dtype == jnp.float32
+        assert relative_error(out, expected(inputs)) < tolerance(case.x_dtype)
+
+    @pytest.mark.parametrize(
+        "blocks",
+        [
+            QuantBlocks(rows=16, columns=128, loop_rows=256),  # partial tiles of rows and columns, a loop
+            QuantBlocks(rows=32, columns=256, loop_rows=128),  # an unrolled loop
+            QuantBlocks(rows=48, columns=300, loop_rows=512),  # one tile, one iteration
+        ],
+        ids=str,
+    )
+    def test_any_blocks_give_the_same(self, blocks: QuantBlocks) -> None:
+        case = QuantCase(name="", rows=40, contraction=512, columns=300, bits=4, group=32, affine=True)
+        inputs = make_inputs(case, seed=5)
+        run = jax.jit(functools.partial(api.quant_matmul, kernels=self.kernels(blocks)))
+        out = interpreter.run_without_race(run, inputs.x_MK, inputs.weight)
+        assert relative_error(out, expected(inputs)) < tolerance(case.x_dtype)
+
+    @pytest.mark.parametrize("case", [case for case in TINY_CASES if not case.group], ids=lambda case: case.name)
+    def test_one_scale_per_column_goes_through_xla(self, case: QuantCase) -> None:
+        run = jax.jit(functools.partial(api.quant_matmul, kernels=self.kernels()))
+        inputs = make_inputs(case, seed=5)
+        assert "pallas" not in str(jax.make_jaxpr(run)(inputs.x_MK, inputs.weight))
+        out = run(inputs.x_MK, inputs.weight)
+        assert relative_error(out, expected(inputs)) < tolerance(case.x_dtype)
+
+    def test_the_products_of_chips_without_bfloat16_vectors(self) -> None:
+        case = next(case for case in TINY_CASES if case.group == 32 and case.x_dtype == "bfloat16")
+        inputs = make_inputs(case, seed=5)
+        kernels = replace(self.kernels(), chip="v5e")
+        out = interpreter.run_without_race(
+            jax.jit(functools.partial(api.quant_matmul, kernels=kernels)), inputs.x_MK, inputs.weight
+        )
+        assert relative_error(out, expected(inputs)) < tolerance(case.x_dtype)
+
+    def test_blocks_beyond_vmem_are_refused(self) -> None:
+        case = next(case for case in MODEL_CASES if case.name == "llama-3.1-8b up, int4 in 32, 16 rows")
+        blocks = QuantBlocks(rows=16, columns=case.columns * 4, loop_rows=512)
+        shapes = (
+            jax.ShapeDtypeStruct((16, case.contraction), jnp.bfloat16),
+            GroupQuant(
+                jax.ShapeDtypeStruct((case.contraction, case.columns), jnp.int4),
+                jax.ShapeDtypeStruct((case.contraction // 32, case.columns), jnp.bfloat16),
+                group=32,
+            ),
+        )
+        with pytest.raises(UnsupportedCase, match="VMEM"):
+            jax.eval_shape(functools.partial(api.quant_matmul, kernels=self.kernels(blocks)), *shapes)
+
+    @pytest.mark.parametrize("case", [case for case in MODEL_CASES if case.group], ids=lambda case: case.name)
+    def test_the_heuristic_fits_models(self, case: QuantCase) -> None:
+        blocks = heuristic(case.rows, case.contraction, case.columns, case.bits, case.group_rows, case.x_dtype)
+        assert case.contraction % blocks.loop_rows == 0 == blocks.loop_rows % case.group_rows
+        assert blocks.columns % 128 == 0 or blocks.columns == case.columns
+        steps = case.contraction // blocks.loop_rows
+        assert is_aligned(blocks.loop_rows, case.group_rows) or steps <= 4
