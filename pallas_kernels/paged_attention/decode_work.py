@@ -41,18 +41,20 @@ def list_work(
     seen_end = jnp.maximum(kv_len - 1, 0)
     first, last = seen_first // block_tokens, (seen_end + block_tokens - 1) // block_tokens
     count = jnp.where(seen_first < seen_end, last - first, 0)
-    end = jnp.cumsum(count)
-    item = jnp.arange(max_items(shape, blocks), dtype=jnp.int32)
-    # Sequence of an item: how many sequences end at or before it. One comparison each, no loop.
-    item_seq = (end[None, :] <= item[:, None]).sum(axis=1, dtype=jnp.int32)
-    item_seq = jnp.minimum(item_seq, rows - 1)
-    item_block = (first - end + count)[item_seq] + item
+    # Sums over comparisons: they fuse, where a cumulative sum, a search and a gather are ten small programs.
+    row, item = jnp.arange(len(kv_len)), jnp.arange(max_items(shape, blocks), dtype=jnp.int32)
+    group_row = jnp.arange(groups + 1) * blocks.group
+    end = jnp.where(row[:, None] >= row, count, 0).sum(axis=1, dtype=jnp.int32)
+    is_past = end <= item[:, None]
+    item_seq = jnp.minimum(is_past.sum(axis=1, dtype=jnp.int32), rows - 1)
+    before = jnp.where(is_past, count, 0).sum(axis=1, dtype=jnp.int32)
+    first_of_seq = jnp.where(row == item_seq[:, None], first, 0).sum(axis=1, dtype=jnp.int32)
     return Work(
         kv_len=kv_len,
         table=meta.page_table_ZM[:rows].reshape(-1),
         item_seq=item_seq,
-        item_block=item_block,
-        group_start=jnp.concatenate([jnp.zeros(1, jnp.int32), end[blocks.group - 1 :: blocks.group]]).astype(jnp.int32),
+        item_block=first_of_seq + item - before,
+        group_start=jnp.where(row < group_row[:, None], count, 0).sum(axis=1, dtype=jnp.int32),
         first_row=jnp.full(1, first_row, jnp.int32),
     )
 
