@@ -2,6 +2,7 @@
 # make test             set everything up and run the tests          (TESTS="tests/serving/core -k pages" picks some)
 # make lint             ruff and mypy
 # make check-NAME       a heavier bar; writes evidence/NAME.json      (make checks lists them)
+# make aot-tpu          compile all kernels and whole steps for absent TPUs (ARGS="--chips v6e --only decode …"; --help)
 # make protocol         write PROTOCOL.md from the message schema
 # PYTHON=python3.13 picks the interpreter; one of another version than python3 gets a .venv-3.13 of its own.
 
@@ -22,7 +23,7 @@ CHECKS := golden metamorphic interpret load faults cases start bench
 STRICT := core engine edge
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint typecheck protocol checks venv venv-dev clean $(CHECKS:%=check-%)
+.PHONY: help serve test lint typecheck protocol aot-tpu checks venv venv-dev clean $(CHECKS:%=check-%)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -58,6 +59,11 @@ typecheck: venv-dev
 
 protocol: venv-dev
 	$(BIN)/python scripts/make_protocol.py
+
+# libtpu, the TPU's compiler, comes with the tpu extra, at the version that jax[tpu] pins.
+aot-tpu: python
+	@$(PYTHON) scripts/make_venv.py $(VENV)-aot-tpu tpu
+	$(VENV)-aot-tpu/bin/python -m scripts.aot_tpu --out evidence/aot-tpu.json $(ARGS)
 
 checks:
 	@printf 'make check-%s\n' $(CHECKS)

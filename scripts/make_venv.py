@@ -80,10 +80,10 @@ def create(directory):
 
 
 def install(directory, root, extra):
-    """Install the checkout, editable, with its dependencies; dev includes what serving alone needs."""
-    stamps = {name: os.path.join(directory, "headrace-installed-" + name) for name in ("run", "dev")}
+    """Install the checkout, editable, with its dependencies; every extra includes what serving alone needs."""
+    stamps = {name: os.path.join(directory, "headrace-installed-" + name) for name in ("run", "dev", extra) if name}
     key = install_key(root)
-    if read(stamps["dev"]) == key or (not extra and read(stamps["run"]) == key):
+    if read(stamps[extra or "run"]) == key or (not extra and read(stamps["dev"]) == key):
         return
     print(f"Installing Headrace into {directory} (downloads a few hundred MB the first time)", flush=True)
     target = root + ("[" + extra + "]" if extra else "")
