@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from headrace.pallas_kernels.block_sizes import pick
 from headrace.pallas_kernels.chips import CHIPS, MIB
 from headrace.pallas_kernels.kv_quantization import is_quantized
-from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
+from headrace.pallas_kernels.types import Implementation, Kernels, KVPool, UnsupportedCase
 
 SUBLANES, LANES = 8, 128
 SMEM_BYTES = 1 * MIB
@@ -182,8 +182,13 @@ def smem_bytes(shape: DecodeShape, blocks: DecodeBlocks) -> int:
 
 def check(shape: DecodeShape, blocks: DecodeBlocks, kernels: Kernels) -> None:
     """Raises: UnsupportedCase naming the limit."""
+    if kernels.chip is None or CHIPS[kernels.chip].implementation != Implementation.TPU:
+        raise UnsupportedCase(f"TPU kernels need the name of a TPU, for its VMEM; the chip is {kernels.chip}")
+    chip = CHIPS[kernels.chip]
+    if shape.kv_dtype.name.startswith("float8") and chip.fp8 != shape.kv_dtype.name:
+        raise UnsupportedCase(f"pages of {shape.kv_dtype} on {chip.name}, whose 8-bit float type is {chip.fp8}")
     if shape.head_dim != LANES // 2 and shape.head_dim % LANES:
-        raise UnsupportedCase(f"heads of {shape.head_dim}; TPU decode takes 64 and multiples of 128")
+        raise UnsupportedCase(f"heads of {shape.head_dim}; TPU decode takes 64 and multiples of {LANES}")
     if shape.page_tokens % shape.tile_tokens:
         raise UnsupportedCase(
             f"pages of {shape.page_tokens} tokens of {shape.kv_dtype}; TPU copies address {shape.tile_tokens} tokens"
@@ -195,11 +200,6 @@ def check(shape: DecodeShape, blocks: DecodeBlocks, kernels: Kernels) -> None:
         raise UnsupportedCase(
             f"a page table of {shape.rows} x {shape.table_pages} takes {needed} bytes of scalar memory, over {limit}"
         )
-    if kernels.chip is None:
-        return
-    chip = CHIPS[kernels.chip]
-    if shape.kv_dtype.name.startswith("float8") and chip.fp8 != shape.kv_dtype.name:
-        raise UnsupportedCase(f"{shape.kv_dtype} pages on {chip.name}; it has {chip.fp8 or 'no 8-bit floats'}")
     needed = vmem_bytes(shape, blocks)
     if needed > chip.on_chip_bytes:
         raise UnsupportedCase(f"{blocks} needs {needed} bytes of VMEM; {chip.name} has {chip.on_chip_bytes}")

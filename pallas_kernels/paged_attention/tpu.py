@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from headrace.pallas_kernels.paged_attention.tpu_decode import decode
+from headrace.pallas_kernels.paged_attention.tpu_prefill import prefill
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool, TokenKV
+from headrace.pallas_kernels.write_pages.tpu import write_blocks
 
 
 def paged_attention(
@@ -24,14 +26,11 @@ def paged_attention(
     """See ``headrace.pallas_kernels.api.paged_attention``."""
     rows, parts = meta.num_decode_rows, []
     if meta.num_blocks:
-        from headrace.pallas_kernels.write_pages.tpu import write_blocks
-
         pool = write_blocks(new.rows(rows), pool, first_row, meta, kernels)
     if rows:
         out, pool = decode(q_TNH[:rows], new.rows(0, rows), pool, first_row, meta, spec, sinks_N, kernels)
         parts.append(out)
     if meta.num_blocks:
-        from headrace.pallas_kernels.paged_attention.tpu_prefill import prefill
-
-        parts.append(prefill(q_TNH[rows:], pool, first_row, meta, spec, sinks_N, kernels).astype(q_TNH.dtype))
+        out = prefill(q_TNH[rows:], pool, first_row, meta, spec, sinks_N, kernels)
+        parts.append(out.astype(q_TNH.dtype))
     return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]), pool

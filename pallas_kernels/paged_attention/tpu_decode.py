@@ -135,7 +135,7 @@ def _call(static: _Static, kernels: Kernels) -> Callable[..., tuple[Array, Array
             input_output_aliases={flat: 1} | ({flat + 1: 2} if quantized else {}),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",),
-                vmem_limit_bytes=_vmem_limit(static, kernels),
+                vmem_limit_bytes=_vmem_limit(static, kernels.chip),
                 disable_bounds_checks=True,
             ),
             interpret=kernels.interpret,
@@ -149,10 +149,9 @@ def _call(static: _Static, kernels: Kernels) -> Callable[..., tuple[Array, Array
     return run
 
 
-def _vmem_limit(static: _Static, kernels: Kernels) -> int:
-    """Twice what is known to be needed, for what the compiler spills, within the chip's."""
-    limit = 32 * MIB + 2 * vmem_bytes(static.shape, static.blocks)
-    return limit if kernels.chip is None else min(limit, CHIPS[kernels.chip].on_chip_bytes)
+def _vmem_limit(static: _Static, chip: str) -> int:
+    """Twice what is known to be needed and 32 MiB, for what the compiler spills, within the chip's."""
+    return min(32 * MIB + 2 * vmem_bytes(static.shape, static.blocks), CHIPS[chip].on_chip_bytes)
 
 
 def _scratch_shapes(static: _Static) -> list[Any]:

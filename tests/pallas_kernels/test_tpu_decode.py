@@ -85,7 +85,7 @@ def _run(kernels: Kernels):
     return jax.jit(functools.partial(api.paged_attention, kernels=kernels), static_argnames="spec")
 
 
-def kernels(blocks: DecodeBlocks | None = BLOCKS, interpret: object = STRICT, chip: str | None = None) -> Kernels:
+def kernels(blocks: DecodeBlocks | None = BLOCKS, interpret: object = STRICT, chip: str | None = "v6e") -> Kernels:
     explicit = () if blocks is None else (blocks,)
     return Kernels(implementation=Implementation.TPU, chip=chip, interpret=interpret, blocks=explicit)
 
@@ -122,11 +122,21 @@ def check_pool(case: AttentionCase, inputs: AttentionInputs, before: KVPool, poo
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_dense_attention_and_stores_the_tokens(case: AttentionCase) -> None:
-    check(case, kernels())
+    check(case, kernels(chip="tpu7x" if case.kv_dtype == "float8_e4m3fn" else "v6e"))
+
+
+def test_mixed_batch() -> None:
+    """Query blocks are written, decode rows written and attended, query blocks attended: one pool through all."""
+    case = AttentionCase(name="mixed", **SMOLLM2, decode_lens=(20, 0, 33), segments=((16, 20),), padding_blocks=1)
+    inputs = make_inputs(case, seed=3)
+    out, _ = attend(inputs, poisoned(case, inputs), kernels())
+    live = [token for token, _, _ in inputs.batch.rows]
+    assert relative_error(out[live], expected(case, inputs)) < tolerance(jnp.float32)
+    assert np.isfinite(out).all()
 
 
 def test_block_sizes_of_a_chip() -> None:
-    check(replace(CASES[0], kv_dtype="bfloat16", decode_lens=(33, 1)), kernels(blocks=None, chip="v6e"))
+    check(replace(CASES[0], kv_dtype="bfloat16", decode_lens=(33, 1)), kernels(blocks=None))
 
 
 def test_plain_interpreter() -> None:
@@ -226,8 +236,12 @@ class TestRefusals:
         assert "tpu7x has 67108864" in refusal(kernels(big, chip="tpu7x"), num_kv_heads=8, kv_dtype="bfloat16")
 
     def test_8_bit_floats_that_the_chip_does_not_store(self) -> None:
-        assert "v5e; it has no 8-bit floats" in refusal(kernels(chip="v5e"), kv_dtype="float8_e5m2")
-        assert "v6e; it has float8_e5m2" in refusal(kernels(chip="v6e"), kv_dtype="float8_e4m3fn")
+        assert "float8_e5m2 on v5e" in refusal(kernels(chip="v5e"), kv_dtype="float8_e5m2")
+        assert "float8_e4m3fn on v6e" in refusal(kernels(), kv_dtype="float8_e4m3fn")
+
+    @pytest.mark.parametrize("chip", [None, "h100"])
+    def test_no_tpu(self, chip: str | None) -> None:
+        assert f"the chip is {chip}" in refusal(kernels(chip=chip))
 
     def test_one_slot(self) -> None:
         assert "slots >= 2" in refusal(kernels(replace(BLOCKS, slots=1)))
