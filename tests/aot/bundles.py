@@ -13,6 +13,10 @@ from pathlib import Path
 PASSES = ("final_hlo-static-per-bundle-utilization", "final_bundles")
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:([A-Z]{2}):|:)\s*(>*)\s*\{(\})?")
+_LOOP_START = re.compile(r"Start region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel [^}]*?target = \$region(\d+)")
+_DELAY = 4
+"""Bundles behind a branch that run before it is taken."""
 _FILE = re.compile(r"^\d+-(?P<name>.+)-\d+-(?P<label>[a-z_]+[a-z-]*)\.txt$")
 
 
@@ -54,7 +58,7 @@ class Loop:
 
 def parse(bundles: str, utilization: str) -> Loop:
     """The loops of a kernel from the text of its two files. Raises: ValueError where the files do not agree."""
-    rows = list(_rows(bundles))
+    rows = _rows(bundles)
     uses, capacity = _uses(utilization)
     if len(rows) != len(uses):
         raise ValueError(f"{len(rows)} bundles with the use of {len(uses)}")
@@ -74,16 +78,36 @@ def parse(bundles: str, utilization: str) -> Loop:
     return kernel
 
 
-def _rows(text: str) -> Iterator[tuple[str | None, int]]:
-    """(mark, loop depth) of each bundle. Empty ones carry no depth: they fill the delay of the branch before them."""
-    depth = 0
+def _rows(text: str) -> list[tuple[str | None, int]]:
+    """(mark, loop depth) of each bundle.
+
+    Empty bundles carry no depth: they fill the delay of the branch before them. The branch back to a loop's start, what
+    it needs and its delay are printed one level too high, but run in every round.
+    """
+    marks, depths, texts = list[str | None](), list[int](), list[str]()
     for line in text.splitlines():
         found = _BUNDLE.match(line)
         if found:
             mark, arrows, is_empty = found.groups()
-            if arrows or not is_empty:
-                depth = len(arrows)
-            yield mark, depth
+            marks.append(mark)
+            depths.append(len(arrows) if arrows or not is_empty or not depths else depths[-1])
+            texts.append(line)
+        elif texts:
+            texts[-1] += line
+    starts = {
+        region: index
+        for index, (mark, line) in enumerate(zip(marks, texts, strict=True))
+        if mark == "LB"
+        for region in _LOOP_START.findall(line)
+    }
+    for index, line in enumerate(texts):
+        for region in _BRANCH.findall(line):
+            start = starts.get(region)
+            if start is not None and start <= index:
+                first = next(i for i in range(index, start - 1, -1) if i == start or depths[i - 1] >= depths[start])
+                for i in range(first, min(index + _DELAY + 1, len(depths))):
+                    depths[i] = max(depths[i], depths[start])
+    return list(zip(marks, depths, strict=True))
 
 
 def _uses(text: str) -> tuple[list[list[int]], list[int]]:

@@ -28,7 +28,13 @@ MEAN_TOKENS, MOST_TOKENS = 1024, 2048
 BLOCK_TOKENS, BLOCKS, SEGMENTS = 128, 4, 2
 PAGE_TOKENS = {Implementation.TPU: 128, Implementation.GPU: 64}
 OTHER_PAGE_TOKENS = (16, 32, 64, 128)
-"""Tried at one shape (D 128, 8 KV heads) beside the page size of the table."""
+"""Tried at one shape (D 128, 8 KV heads) beside the page size of the table. A TPU page of 8-bit values has 32 tokens at
+least: copies address whole tiles."""
+LEAST_PAGE_TOKENS = {
+    ("bf16", Implementation.TPU): 16,
+    ("int8", Implementation.TPU): 32,
+    ("fp8", Implementation.TPU): 32,
+}
 WIDTH, PRODUCT_ROWS, EXPERTS, EXPERTS_OF_TOKEN, GROUP = 4096, 16, 8, 2, 32
 
 
@@ -114,7 +120,8 @@ def entries(chips: tuple[str, ...] = tuple(CHIPS)) -> Iterator[Entry]:
 
 def _variants(chip: str, operation: Operation, dtype: str, page: int) -> Iterator[Entry]:
     plain = Entry(chip=chip, operation=operation, dtype=dtype, head_dim=128, kv_heads=8, page_tokens=page)
-    yield from (replace(plain, page_tokens=other) for other in OTHER_PAGE_TOKENS if other != page)
+    least = LEAST_PAGE_TOKENS.get((dtype, CHIPS[chip].implementation), 0)
+    yield from (replace(plain, page_tokens=other) for other in OTHER_PAGE_TOKENS if other != page and other >= least)
     if operation is not Operation.WRITE:
         yield replace(plain, window=512, soft_cap=50.0, has_sinks=True)
 

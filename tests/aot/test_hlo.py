@@ -1,0 +1,63 @@
+"""Large arrays and kernels in HLO text as XLA:TPU writes it."""
+
+import jax
+import jax.numpy as jnp
+
+from tests.aot.hlo import kernel_names, made
+from tests.aot.matrix import Built
+from tests.aot.tpu import copies
+
+TEXT = """\
+HloModule jit_call, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%fused_computation.2 (param_0: s8[16,8,64,256]) -> s8[16,8,64,256] {
+  %param_0 = s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %add.1 = s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)} add(%param_0, %param_0)
+}
+
+%body (p: (s32[], s8[16,8,64,256])) -> (s32[], s8[16,8,64,256]) {
+  %p = (s32[], s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)}) parameter(0)
+  %gte = s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)} get-tuple-element(%p), index=1
+  INSIDE
+}
+
+ENTRY %main (pool: s8[16,8,64,256], scale: f32[16,8,2,64]) -> s8[16,8,64,256] {
+  %pool = s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)} parameter(0)
+  %scale = f32[16,8,2,64]{3,2,1,0:T(2,128)} parameter(1)
+  %write.1 = (s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)}, f32[16,8,2,64]{3,2,1,0:T(2,128)}) custom-call(%pool, %scale), \
+custom_call_target="tpu_custom_call", output_to_operand_aliasing={{0}: (0, {})}
+  %small = f32[4,2]{1,0:T(4,128)} copy(%other)
+  ENTRY_LINE
+  ROOT %out = s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)} get-tuple-element(%write.1), index=0
+}
+"""
+POOL = (jax.ShapeDtypeStruct((16, 8, 64, 256), jnp.int8), jax.ShapeDtypeStruct((16, 8, 2, 64), jnp.float32))
+BUILT = Built(function=print, arguments=(POOL,), donated=(0,), donated_bytes=1, bound_bytes=1 << 20)
+
+
+def found(*, inside: str = "", entry: str = "") -> list[str]:
+    return copies(TEXT.replace("INSIDE", inside).replace("ENTRY_LINE", entry), BUILT)
+
+
+def test_a_kernel_in_place_makes_nothing() -> None:
+    assert found() == []
+    assert kernel_names(TEXT, "tpu_custom_call") == {"write.1"}
+    assert [instruction.name for instruction in made(TEXT)] == ["small"]
+
+
+def test_copies_of_a_pool_are_found_by_size_whatever_they_are_called() -> None:
+    copy = "%copy.1 = s8[16,8,64,256]{3,2,1,0:T(32,128)(4,1)} copy(%gte)"
+    start = (
+        "%copy-start = (f32[16,8,2,64]{3,2,1,0:T(2,128)S(1)}, f32[16,8,2,64]{3,2,1,0}, u32[]{:S(2)}) copy-start(%scale)"
+    )
+    fusion = "%add = s8[16,8,64,256]{3,2,1,0} fusion(%pool), kind=kLoop, calls=%fused_computation.2"
+    turned = "%turned = s8[8192,256]{1,0} transpose(%pool)"
+    for text in (copy, start, fusion, turned):
+        assert len(found(entry=text)) == 1, text
+    assert len(found(inside=copy)) == 1
+
+
+def test_an_array_that_reaches_the_bound_is_found_in_memory_but_not_on_the_chip() -> None:
+    assert len(found(entry="%w = bf16[1024,512]{1,0:T(8,128)} fusion(%x), calls=%fused_computation.9")) == 1
+    assert found(entry="%w = bf16[1024,512]{1,0:T(8,128)S(1)} fusion(%x), calls=%fused_computation.9") == []
+    assert found(entry="%w = bf16[1023,512]{1,0:T(8,128)} fusion(%x), calls=%fused_computation.9") == []
