@@ -82,8 +82,8 @@ def mesh_of(chip: str) -> Mesh:
 
 
 def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
-    """Pools are row-major, as the runner keeps them: left to itself, XLA puts rows last where pages of
-    8-bit values have fewer than 128 factors, and turns all of them around for the kernel and back.
+    """Pools are row-major. They are by default, except for the factors of 8-bit pages of fewer than 128 tokens: there
+    XLA puts rows last, and turns all of them around for the kernel and back. Who allocates such a pool must ask for it.
 
     Raises: what tracing, Mosaic or XLA raise.
     """
