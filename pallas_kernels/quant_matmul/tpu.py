@@ -218,9 +218,9 @@ def heuristic(rows: int, contraction: int, columns: int, bits: int, group: int, 
     )
 
 
-def wide_columns(column_bytes: float, columns: int) -> int:
+def wide_columns(column_bytes: float, columns: int, tile_bytes: int = WEIGHT_TILE_BYTES) -> int:
     """Columns of one tile of a weight whose tiles hold whole columns: a multiple of 128, or all."""
-    wanted = int(min(WEIGHT_TILE_BYTES / column_bytes, columns / LEAST_TILES)) // LANES * LANES
+    wanted = int(min(tile_bytes / column_bytes, columns / LEAST_TILES)) // LANES * LANES
     if wanted >= columns or columns <= LANES:
         return columns
     wanted = max(wanted, LANES)

@@ -1,4 +1,5 @@
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +8,11 @@ import pytest
 
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.grouped_matmul.cases import TINY_CASES, GroupedCase, GroupedInputs, expected, make_inputs
+from headrace.pallas_kernels.grouped_matmul.tpu import GroupedBlocks, heuristic
 from headrace.pallas_kernels.grouped_matmul.visits import make_visits, max_visits
 from headrace.pallas_kernels.tolerances import relative_error, tolerance
-from headrace.pallas_kernels.types import GroupQuant, Kernels
+from headrace.pallas_kernels.types import GroupQuant, Implementation, Kernels, UnsupportedCase
+from tests.pallas_kernels import interpreter
 
 REFERENCE = Kernels()
 
@@ -99,3 +102,66 @@ class TestVisits:
         visits = make_visits(jnp.array([0, 1, 0, 2, 0, 0, 1, 0]), 0, 8, num_rows=4, tile_rows=8)
         assert int(visits.count[0]) == 3
         np.testing.assert_array_equal(visits.expert_V[:3], [1, 3, 6])
+
+
+class TestTpu:
+    def kernels(self, *blocks: GroupedBlocks) -> Kernels:
+        parameters = interpreter.parameters()
+        return Kernels(implementation=Implementation.TPU, chip="v6e", interpret=parameters, blocks=blocks)
+
+    def run(self, inputs: GroupedInputs, kernels: Kernels) -> np.ndarray:
+        run = jax.jit(functools.partial(api.grouped_matmul, kernels=kernels))
+        arguments = inputs.x_MK, inputs.weight, inputs.group_sizes_G
+        return interpreter.run_without_race(run, *arguments, group_offset=inputs.group_offset)
+
+    @pytest.mark.parametrize("case", [case for case in TINY_CASES if not case.group], ids=lambda case: case.name)
+    def test_equals_float64_whatever_idle_experts_hold(self, case: GroupedCase) -> None:
+        inputs = make_inputs(case, seed=5)
+        inputs = replace(inputs, weight=with_idle_experts_poisoned(case, inputs))
+        right = expected(replace(inputs, weight=make_inputs(case, seed=5).weight))
+        out = self.run(inputs, self.kernels())
+        assert out.dtype == jnp.float32
+        assert relative_error(out, right) < tolerance(case.x_dtype)
+        np.testing.assert_array_equal(out[rows_elsewhere(case, inputs)], 0)
+
+    @pytest.mark.parametrize(
+        "blocks",
+        [
+            GroupedBlocks(rows=8, columns=128, loop_rows=128),  # borders in tiles, partial columns, a loop
+            GroupedBlocks(rows=16, columns=200, loop_rows=256),
+        ],
+        ids=str,
+    )
+    def test_any_blocks_give_the_same(self, blocks: GroupedBlocks) -> None:
+        case = GroupedCase(
+            name="",
+            num_experts=5,
+            contraction=256,
+            columns=200,
+            group_sizes=(9, 3, 0, 20, 5),
+            padding_rows=13,
+            group_offset=1,
+            local_experts=3,
+            x_dtype="float32",
+        )
+        inputs = make_inputs(case, seed=5)
+        out = self.run(inputs, self.kernels(blocks))
+        assert relative_error(out, expected(inputs)) < tolerance(case.x_dtype)
+        np.testing.assert_array_equal(out[rows_elsewhere(case, inputs)], 0)
+
+    def test_the_grid_is_as_long_as_there_are_busy_experts(self) -> None:
+        case = GroupedCase(name="", num_experts=64, contraction=64, columns=128, group_sizes=(0, 1, 0, 1) + (0,) * 60)
+        inputs = make_inputs(case, seed=5)
+        rows = heuristic(2, 64, 64, 128, jnp.bfloat16, jnp.bfloat16).rows
+        assert int(make_visits(jnp.asarray(inputs.group_sizes_G), 0, 64, rows, rows).count[0]) == 3  # one of padding
+        arguments = inputs.x_MK, inputs.weight, inputs.group_sizes_G
+        program = jax.make_jaxpr(functools.partial(api.grouped_matmul, kernels=self.kernels()))(*arguments)
+        (call,) = [equation for equation in program.eqns if equation.primitive.name == "pallas_call"]
+        assert call.params["grid_mapping"].num_dynamic_grid_bounds == 1
+
+    @pytest.mark.parametrize("change", [{"group": 32}, {"bits": 4}], ids=str)
+    def test_other_weights_are_refused(self, change: dict[str, int]) -> None:
+        case = replace(next(case for case in TINY_CASES if case.name == "tiny, int8"), **change)
+        inputs = make_inputs(case, seed=5)
+        with pytest.raises(UnsupportedCase, match="one scale per column"):
+            api.grouped_matmul(inputs.x_MK, inputs.weight, inputs.group_sizes_G, kernels=self.kernels())
