@@ -94,7 +94,7 @@ def take_block(keys: Keys, block: jax.Array, index: jax.Array, end: jax.Array, s
     is_last = index + 1 == end
     pl.when(is_last)(lambda: start_first_block(keys, block + 1, following))
     pl.when(jnp.logical_not(is_last))(lambda: start_block(keys, block, index + 1, following))
-    slot_ref[0] = 1 - slot
+    slot_ref[0] = following
     wait_for_block(keys, block, index, slot)
     return slot
 

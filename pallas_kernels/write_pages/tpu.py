@@ -1,6 +1,10 @@
 """Key and value write on TPU: whole pages by copies inside HBM, single tokens by rewriting an aligned tile of rows.
 
 XLA's scatter into 8-bit pages changes the layout of the whole pool and back, once per layer; these kernels alias it.
+
+Scales of pages with fewer than 128 tokens must lie row-major (``jax.experimental.layout.Layout((0, 1, 2, 3))``, in and
+out of the compiled program): by default XLA puts the rows of the pool along lanes, and then copies all scales twice per
+kernel.
 """
 
 import functools
@@ -186,9 +190,8 @@ def _rewrite_tiles(row_B: jax.Ref, offset_B: jax.Ref, kv_len_B: jax.Ref, *refs: 
 
     @pl.when(kv_len_B[index] > 0)
     def _() -> None:
-        _change(news, buffers, index % SLOTS, offset_B[index], tile)
+        put(lambda: _change(news, buffers, index % SLOTS, offset_B[index], tile), writes(index))
 
-    if_live(index, start, writes)
     pl.when(index == rows - 1)(lambda: if_live(index, wait, writes))
 
 
@@ -209,6 +212,12 @@ def _change(news: Refs, buffers: Refs, slot: jax.Array, offset: jax.Array, tile:
         is_token = lax.broadcasted_iota(jnp.int32, buffer.shape[2:], 1) == offset
         for head in range(heads):
             buffer[slot, head] = jnp.where(is_token, scale[0, head], buffer[slot, head])
+
+
+def put(change: Callable[[], None], copies: Copies) -> None:
+    """Change a tile, then start to write it back."""
+    change()
+    start(copies)
 
 
 def start(copies: Copies) -> None:
