@@ -20,7 +20,7 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name in {"headrace", "msgspec", "orjson", "gguf", "tokenizers", "safetensors", "jinja2", "click",
-                    "websockets", "uvicorn", "starlette", "sentencepiece", "prometheus_client", "filelock", "platformdirs"}:
+                    "websockets", "uvicorn", "starlette", "sentencepiece", "prometheus_client", "filelock"}:
             raise ModuleNotFoundError(f"{name} is not on a bare machine", name=name)
         return None
 sys.meta_path.insert(0, Refuse())
