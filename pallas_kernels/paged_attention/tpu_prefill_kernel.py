@@ -62,7 +62,11 @@ class Keys:
         def _(page: jax.Array) -> None:
             row = first_row[0] + table[seq_J[block] * self.shape.max_pages + page]
             for i, (pool, buffer) in enumerate(zip(self.pool, self.buffers, strict=True)):
-                action(pltpu.make_async_copy(pool.at[row, heads], buffer.at[slot, page - base], self.sems.at[slot, i]))
+                action(
+                    pltpu.make_async_copy(
+                        pool.at[row, heads], buffer.at[buffer_of(slot), page - base], self.sems.at[slot, i]
+                    )
+                )
 
 
 def start_block(keys: Keys, block: jax.Array, index: jax.Array, slot: jax.Array) -> None:
@@ -82,21 +86,22 @@ def wait_for_block(keys: Keys, block: jax.Array, index: jax.Array, slot: jax.Arr
     keys.each_copy(block, index, slot, lambda copy: copy.wait())
 
 
-def other_slot(slot: jax.Array) -> jax.Array:
-    """The buffer that the next block of keys goes to."""
-    return 1 - slot
+def buffer_of(slot: jax.Array) -> jax.Array:
+    """Which of the two buffers belongs to a pair of semaphores."""
+    return slot
 
 
 def take_block(keys: Keys, block: jax.Array, index: jax.Array, end: jax.Array, slot_ref: jax.Ref) -> jax.Array:
-    """Start the next block of keys, of this or of the next query block, and wait for this one. Returns its slot."""
+    """Start the next block of keys, of this or of the next query block, and wait for this one. Returns its
+    buffer."""
     slot = slot_ref[0]
-    following = other_slot(slot)
+    following = 1 - slot
     is_last = index + 1 == end
     pl.when(is_last)(lambda: start_first_block(keys, block + 1, following))
     pl.when(jnp.logical_not(is_last))(lambda: start_block(keys, block, index + 1, following))
     slot_ref[0] = following
     wait_for_block(keys, block, index, slot)
-    return slot
+    return buffer_of(slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
