@@ -3,6 +3,7 @@
 # make lint             ruff and mypy
 # make check-NAME       a heavier bar; writes evidence/NAME.json      (make checks lists them)
 # make aot-tpu          compile all kernels and whole steps for absent TPUs (ARGS="--chips v6e --only decode …"; --help)
+# make aot-cuda         the same for an absent H100 and H200        (ARGS="--chips h100 --only decode …"; --help)
 # make protocol         write PROTOCOL.md from the message schema
 # PYTHON=python3.13 picks the interpreter; one of another version than python3 gets a .venv-3.13 of its own.
 
@@ -23,7 +24,7 @@ CHECKS := golden metamorphic interpret load faults cases start bench
 STRICT := core engine edge
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint typecheck protocol aot-tpu checks venv venv-dev clean $(CHECKS:%=check-%)
+.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda checks venv venv-dev clean $(CHECKS:%=check-%)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -64,6 +65,11 @@ protocol: venv-dev
 aot-tpu: python
 	@$(PYTHON) scripts/make_venv.py $(VENV)-aot-tpu tpu
 	$(VENV)-aot-tpu/bin/python -m scripts.aot_tpu --out evidence/aot-tpu.json $(ARGS)
+
+# The CUDA plugin compiles without a driver; the script adds it, and ptxas, at the version of JAX.
+aot-cuda: python
+	@$(PYTHON) scripts/make_venv.py $(VENV)-aot-cuda
+	$(VENV)-aot-cuda/bin/python -m scripts.aot_cuda --install --out evidence/aot-cuda.json $(ARGS)
 
 checks:
 	@printf 'make check-%s\n' $(CHECKS)

@@ -36,14 +36,25 @@ class GpuQuantBlocks:
 def heuristic(rows: int, contraction: int, columns: int) -> GpuQuantBlocks:
     """No GPU has measured this; it follows from what the compiler reports for sm_90a.
 
-    rows: 16 to 64; a tile reads its weight once, and 64 x 128 sums fill half of 4 warps' registers. depth, unroll: one
-    step reads 128 rows, 16 KiB of 8-bit values, and 3 stages keep two steps in flight. splits: two programs for each
-    multiprocessor, since a weight of few columns would leave most idle; at most one for each 512 rows of the weight.
+    rows: 16 to 64; a tile reads its weight once, and 64 x 128 sums over 8 warps take 140 registers. columns:
+    64 for 16 rows, 54 registers and six programs on a multiprocessor (128 over 4 warps spill in some shapes). depth,
+    unroll: one step reads 128 rows of the weight, so that scales are a small part of the loads in flight. splits: four
+    programs for each multiprocessor, since a weight of few columns would leave most idle; but every split writes a
+    float32 tile: at most one for each 512 rows of the weight, and no more bytes than an 8-bit weight has.
     """
     tile_rows = min(max(1 << (rows - 1).bit_length(), gpu_product.SMALLEST_DOT), 64)
-    tiles = pl.cdiv(rows, tile_rows) * pl.cdiv(columns, 128)
-    splits = max(1, min(pl.cdiv(2 * MULTIPROCESSORS, tiles), contraction // 512))
-    return GpuQuantBlocks(rows=tile_rows, columns=128, depth=64, unroll=2, splits=splits, num_warps=4, stages=3)
+    is_thin = tile_rows == gpu_product.SMALLEST_DOT
+    tile_columns = 64 if is_thin else 128
+    tiles = pl.cdiv(rows, tile_rows) * pl.cdiv(columns, tile_columns)
+    return GpuQuantBlocks(
+        rows=tile_rows,
+        columns=tile_columns,
+        depth=64,
+        unroll=2,
+        splits=max(1, min(pl.cdiv(4 * MULTIPROCESSORS, tiles), contraction // max(512, 4 * rows))),
+        num_warps=4 if is_thin else 8,
+        stages=4 if is_thin else 3,
+    )
 
 
 def quant_matmul(x_MK: Array, weight: GroupQuant, kernels: Kernels) -> Array:

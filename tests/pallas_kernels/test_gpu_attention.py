@@ -23,9 +23,8 @@ from headrace.pallas_kernels.paged_attention.inputs import (
     stored_after,
 )
 from headrace.pallas_kernels.tolerances import relative_error, tolerance
-from headrace.pallas_kernels.types import Implementation, Kernels, KVPool, UnsupportedCase
-
-GPU = Kernels(implementation=Implementation.GPU, chip="h100", interpret=True)
+from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
+from tests.pallas_kernels.gpu_interpreter import FAST_COMPILE, GPU
 
 WIDE_CASES = (
     AttentionCase(name="three heads a key head, page borders", **SMOLLM2, decode_lens=(1, 15, 16, 17, 0, 130)),
@@ -95,10 +94,6 @@ SMALL_BLOCKS = replace(
         GpuPrefillBlocks(rows=16, keys=32, num_warps=4, stages=2),
     ),
 )
-
-
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""The interpreter's programs run for milliseconds, and half of their seconds of compilation go into optimization."""
 
 
 @functools.cache

@@ -10,10 +10,10 @@ import pytest
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.paged_attention.cases import AttentionCase
 from headrace.pallas_kernels.paged_attention.inputs import make_inputs, poisoned
-from headrace.pallas_kernels.types import Implementation, Kernels
+from headrace.pallas_kernels.types import Kernels
 from headrace.pallas_kernels.write_pages.cases import CASES
+from tests.pallas_kernels.gpu_interpreter import GPU
 
-GPU = Kernels(implementation=Implementation.GPU, chip="h100", interpret=True)
 ALL_CASES = [
     replace(case, name=f"{case.name}, {dtype}", kv_dtype=dtype)
     for case in CASES

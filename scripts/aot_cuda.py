@@ -1,0 +1,129 @@
+"""Compile every kernel, and whole steps with them, by the CUDA compiler for GPUs that are not there.
+
+``make aot-cuda`` runs this in an environment of its own. It shows that everything compiles, in place, without spills
+and within the chip's shared memory; not that it is right on the device or fast: scripts/device_check.py shows that.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from scripts import evidence
+
+CHIPS = ("h100", "h200")
+PARTS = ("matrix", "faults", "steps")
+PTXAS_PACKAGE, PTXAS_VERSION = "nvidia-cuda-nvcc-cu12", "12.9.86"
+
+
+def main() -> int:
+    args = _arguments()
+    if args.install:
+        _install()
+    from tests.aot import cuda_jobs  # the packages that it needs may be there since the line above only
+
+    started_s = time.monotonic()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    jobs = _jobs(args)
+    outcomes = {part: list[cuda_jobs.Outcome]() for part in PARTS}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for part, of_part in jobs.items():
+            task = progress.add_task(part, total=len(of_part))
+            for outcome in cuda_jobs.run(of_part, args.workers):
+                outcomes[part].append(outcome)
+                progress.advance(task)
+                for failing, what in outcome.failures:
+                    progress.console.print(f"FAILED {outcome.name}: {failing}: {what[:300]}", style="red")
+    for part, of_part in outcomes.items():
+        if of_part:
+            console.print(_table(part, of_part))
+    problems = [f"{o.name}: {failing}: {what}" for of in outcomes.values() for o in of for failing, what in o.failures]
+    seconds = round(time.monotonic() - started_s)
+    console.print(f"{sum(map(len, outcomes.values()))} compilations in {seconds} s: {len(problems)} problems")
+    if args.out:
+        about = {"seconds": seconds, "workers": args.workers, "chips": list(args.chips), "versions": _versions()}
+        sections = {part: [outcome.as_json() for outcome in of_part] for part, of_part in outcomes.items()}
+        evidence.save(args.out, not problems, about=about, problems=problems, **sections)
+    return 1 if problems else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="entries and steps whose name has this")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--workers", type=int, choices=(1, 2, 3, 4), default=2, help="processes that compile")
+    parser.add_argument("--install", action="store_true", help="first install the compiler into this environment")
+    parser.add_argument("--out", type=Path, help="evidence file to write")
+    return parser.parse_args()
+
+
+def _jobs(args: argparse.Namespace) -> dict[str, list["cuda_jobs.Job"]]:  # noqa: F821 - imported late, see main
+    from tests.aot import cuda_faults, cuda_jobs, matrix, steps
+
+    entries = [e for e in matrix.entries(tuple(args.chips)) if args.only.search(e.name)]
+    whole = [s for s in steps.whole_steps(tuple(args.chips)) if args.only.search(s.name)]
+    jobs = {
+        "matrix": [cuda_jobs.Job(name=e.name, run=functools.partial(cuda_jobs.entry, e)) for e in entries],
+        "faults": [cuda_jobs.Job(name=n, run=functools.partial(cuda_jobs.fault, n)) for n in cuda_faults.FAULTS],
+        "steps": [cuda_jobs.Job(name=s.name, run=functools.partial(cuda_jobs.step, s)) for s in whole],
+    }
+    return {part: of_part for part, of_part in jobs.items() if part in args.parts}
+
+
+def _wanted() -> dict[str, str]:
+    """The compiler at the version of JAX, and ptxas; the rest of CUDA is for running, 4 GB, and stays away."""
+    jax_version = importlib.metadata.version("jax")
+    return {"jax-cuda12-plugin": jax_version, "jax-cuda12-pjrt": jax_version, PTXAS_PACKAGE: PTXAS_VERSION}
+
+
+def _install() -> None:
+    wanted = _wanted()
+    if {name: _version(name) for name in wanted} == wanted:
+        return
+    print("Installing the CUDA compiler (1.2 GB on disk the first time)", flush=True)
+    pins = [f"{name}=={version}" for name, version in wanted.items()]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", *pins]
+    if subprocess.run(pip, check=False).returncode:
+        raise SystemExit("aot_cuda: pip could not install the compiler (see above)")
+    importlib.invalidate_caches()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in _wanted()}
+
+
+def _table(part: str, outcomes: Sequence["cuda_jobs.Outcome"]) -> Table:  # noqa: F821 - imported late, see main
+    """One row for each outcome, in the order of names."""
+    table = Table("", "s", "temporaries", "kernels of ours: registers, bytes spilled, shared memory", title=part)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.name):
+        kernels = "; ".join(
+            f"{name} {kernel.registers} / {kernel.spill_bytes} / {kernel.shared_bytes / 1024:.0f} KiB"
+            for name, kernel in sorted(outcome.kernels.items())
+            if kernel.is_ours
+        )
+        temporary = f"{outcome.temporary_bytes / 2**20:.1f} MiB"
+        style = "red" if outcome.failures else None
+        table.add_row(outcome.name, f"{outcome.seconds:.1f}", temporary, kernels, style=style)
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
