@@ -112,14 +112,18 @@ TINY_CASES = (
 )
 
 
+def draw_sizes(case: GroupedCase, rng: np.random.Generator) -> np.ndarray:
+    """i32 [G], rows of each of the model's experts."""
+    if case.group_sizes is not None:
+        return np.array(case.group_sizes, np.int32)
+    chosen = np.argsort(rng.random((case.tokens, case.num_experts)), axis=1)[:, : case.top_k]
+    return np.bincount(chosen.ravel(), minlength=case.num_experts).astype(np.int32)
+
+
 def make_inputs(case: GroupedCase, seed: int) -> GroupedInputs:
     """Everything random."""
     rng = np.random.default_rng(seed)
-    if case.group_sizes is None:
-        chosen = np.argsort(rng.random((case.tokens, case.num_experts)), axis=1)[:, : case.top_k]
-        sizes = np.bincount(chosen.ravel(), minlength=case.num_experts)
-    else:
-        sizes = np.array(case.group_sizes)
+    sizes = draw_sizes(case, rng)
     x = np.asarray(jnp.asarray(rng.standard_normal((case.rows, case.contraction), np.float32), case.x_dtype))
     w = random_weight(rng, (case.experts_here, case.contraction, case.columns))
     if case.bits is None:
@@ -127,7 +131,7 @@ def make_inputs(case: GroupedCase, seed: int) -> GroupedInputs:
     else:
         group = case.contraction if case.group is None else case.group
         weight = random_quant(w, case.bits, group, affine=False, scale_dtype=case.x_dtype)
-    return GroupedInputs(x_MK=x, weight=weight, group_sizes_G=sizes.astype(np.int32), group_offset=case.group_offset)
+    return GroupedInputs(x_MK=x, weight=weight, group_sizes_G=sizes, group_offset=case.group_offset)
 
 
 def expected(inputs: GroupedInputs) -> np.ndarray:

@@ -144,19 +144,17 @@ def _vmem_bytes(blocks: GroupedBlocks, x_MK: jax.Array, w_EKN: jax.Array) -> int
 
 def block_sizes(rows: int, w_EKN: jax.Array, num_experts: int, x_dtype: jnp.dtype, kernels: Kernels) -> GroupedBlocks:
     """Explicit, tuned, or the heuristic's. num_experts: of the model."""
-    _, contraction, columns = w_EKN.shape
+    shape = rows, num_experts, *w_EKN.shape[1:], w_EKN.dtype, x_dtype
+    return pick(kernels, GroupedBlocks, "grouped_matmul", tuned_key(*shape), lambda: heuristic(*shape))
+
+
+def tuned_key(
+    rows: int, num_experts: int, contraction: int, columns: int, weight_dtype: jnp.dtype, x_dtype: jnp.dtype
+) -> str:
+    """Of the tuned file; the rows are those of the next power of 2, 16 at least."""
     bucket = max(16, 1 << (rows - 1).bit_length())
-    key = (
-        f"rows={bucket} experts={num_experts} contraction={contraction} columns={columns} "
-        f"weight={w_EKN.dtype} x={jnp.dtype(x_dtype)}"
-    )
-    return pick(
-        kernels,
-        GroupedBlocks,
-        "grouped_matmul",
-        key,
-        lambda: heuristic(rows, num_experts, contraction, columns, w_EKN.dtype, x_dtype),
-    )
+    types = f"weight={jnp.dtype(weight_dtype)} x={jnp.dtype(x_dtype)}"
+    return f"rows={bucket} experts={num_experts} contraction={contraction} columns={columns} {types}"
 
 
 def heuristic(

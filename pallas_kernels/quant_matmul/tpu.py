@@ -187,21 +187,15 @@ def is_aligned(loop_rows: int, group: int) -> bool:
 
 def block_sizes(rows: int, weight: GroupQuant, x_dtype: jnp.dtype, kernels: Kernels) -> QuantBlocks:
     """Explicit, tuned, or the heuristic's."""
-    contraction, columns = weight.values_KN.shape
-    bits = jnp.iinfo(weight.values_KN.dtype).bits
-    # Calls of up to 16 rows cost the same; behind that the row count doubles.
-    bucket = max(16, 1 << (rows - 1).bit_length())
-    key = (
-        f"rows={min(bucket, MAX_ROWS)} contraction={contraction} columns={columns} "
-        f"bits={bits} group={weight.group} x={jnp.dtype(x_dtype)}"
-    )
-    return pick(
-        kernels,
-        QuantBlocks,
-        "quant_matmul",
-        key,
-        lambda: heuristic(rows, contraction, columns, bits, weight.group, x_dtype),
-    )
+    shape = rows, *weight.values_KN.shape, jnp.iinfo(weight.values_KN.dtype).bits, weight.group, x_dtype
+    return pick(kernels, QuantBlocks, "quant_matmul", tuned_key(*shape), lambda: heuristic(*shape))
+
+
+def tuned_key(rows: int, contraction: int, columns: int, bits: int, group: int, x_dtype: jnp.dtype) -> str:
+    """Of the tuned file. Calls of up to 16 rows cost the same; behind that the next power of 2 counts."""
+    bucket = min(max(16, 1 << (rows - 1).bit_length()), MAX_ROWS)
+    x = jnp.dtype(x_dtype)
+    return f"rows={bucket} contraction={contraction} columns={columns} bits={bits} group={group} x={x}"
 
 
 def heuristic(rows: int, contraction: int, columns: int, bits: int, group: int, x_dtype: jnp.dtype) -> QuantBlocks:
