@@ -9,7 +9,7 @@ from tests.aot.workers import Named, run
 
 
 def job(name: str, exit_code: int | None, dump: Path) -> Outcome:
-    assert dump.is_dir() and str(dump) in os.environ["LIBTPU_INIT_ARGS"]
+    assert dump.parent.is_dir() and str(dump) in os.environ["LIBTPU_INIT_ARGS"]
     if exit_code is not None:
         os._exit(exit_code)
     return Outcome(name=name, seconds=0.5, failures=())

@@ -6,7 +6,6 @@
 import functools
 import os
 import shutil
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -59,9 +58,8 @@ class Outcome:
         return {**{key: value for key, value in asdict(self).items() if key != "kernels"}, "kernels": kernels}
 
 
-def prepare() -> Path:
-    """Make libtpu load without a TPU and write its dump; returns the folder of it. Call before anything is compiled."""
-    folder = Path(tempfile.mkdtemp(prefix="headrace-aot-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+def prepare(dump: Path) -> None:
+    """Make libtpu load without a TPU and write its dump to a folder. Call before anything is compiled."""
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -69,9 +67,8 @@ def prepare() -> Path:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_STDERR_LOG_LEVEL": "3",
         "TPU_MIN_LOG_LEVEL": "3",
-        "LIBTPU_INIT_ARGS": init_args(folder),
+        "LIBTPU_INIT_ARGS": init_args(dump),
     }
-    return folder
 
 
 @functools.cache

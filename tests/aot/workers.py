@@ -1,7 +1,7 @@
 """Compilations in processes of their own: a compiler that dies takes one of them down, and is reported."""
 
 import multiprocessing
-import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +14,7 @@ from tests.aot import tpu
 from tests.aot.tpu import Failing, Outcome
 
 JOB_LIMIT_S = 600.0
+SHARED_MEMORY = Path("/dev/shm")
 Job = Callable[[Path], Outcome]
 """Compiles something, given the folder of libtpu's dump. It is pickled: a function of a module, or a partial of one."""
 
@@ -32,18 +33,29 @@ def run(jobs: Sequence[Named], num_workers: int) -> Iterator[Outcome]:
     for job in jobs:
         waiting.put(job)
     done: SimpleQueue[Outcome] = SimpleQueue()
+    # Dumps are many small files: in memory, and removed by this process, which outlives a compiler that dies.
+    with tempfile.TemporaryDirectory(
+        prefix="headrace-aot-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    ) as dumps:
+        yield from _outcomes(waiting, done, len(jobs), min(num_workers, len(jobs)), Path(dumps))
+
+
+def _outcomes(
+    waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]", num_jobs: int, num_workers: int, dumps: Path
+) -> Iterator[Outcome]:
     threads = [
-        threading.Thread(target=_serve, args=(waiting, done), daemon=True) for _ in range(min(num_workers, len(jobs)))
+        threading.Thread(target=_serve, args=(waiting, done, dumps / str(index)), daemon=True)
+        for index in range(num_workers)
     ]
     for thread in threads:
         thread.start()
-    for _ in jobs:
+    for _ in range(num_jobs):
         yield done.get()
     for thread in threads:
         thread.join()
 
 
-def _serve(waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]") -> None:
+def _serve(waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]", dump: Path) -> None:
     """One thread for each process."""
     worker = None
     while True:
@@ -51,7 +63,7 @@ def _serve(waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]") -> None:
             named = waiting.get_nowait()
         except Empty:
             break
-        worker = worker or _Worker()
+        worker = worker or _Worker(dump)
         started_s = time.monotonic()
         outcome = worker.do(named)
         if outcome is None:
@@ -64,10 +76,10 @@ def _serve(waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]") -> None:
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, dump: Path) -> None:
         context = multiprocessing.get_context("spawn")  # forked, it would share this process's JAX
         self._here, there = context.Pipe()
-        self._process = context.Process(target=_work, args=(there,), daemon=True)
+        self._process = context.Process(target=_work, args=(there, dump), daemon=True)
         self._process.start()
         there.close()
 
@@ -93,12 +105,10 @@ class _Worker:
         return f"ended with {self._process.exitcode}"
 
 
-def _work(pipe: Connection) -> None:
-    folder = tpu.prepare()
+def _work(pipe: Connection, dump: Path) -> None:
+    tpu.prepare(dump)
     try:
         while True:
-            pipe.send(pipe.recv()(folder))
+            pipe.send(pipe.recv()(dump))
     except (EOFError, ConnectionError):
         pass
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
