@@ -20,11 +20,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from headrace.model.sampling_cuts import invert, lane_sums, top_cut
+from headrace.pallas_kernels import api
+from headrace.pallas_kernels.sample.reference import invert, lane_sums
+from headrace.pallas_kernels.types import Kernels
 from headrace.serving.core.request import MAX_LOGPROBS
 
 Array = jax.Array
 
+THRESHOLDS = Kernels()
+"""XLA's own code on every chip: see ``headrace.pallas_kernels.api.top_cut`` for why there is no kernel."""
 GREEDY_TEMPERATURE = 1e-3
 """Dividing by less turns a gap of 0.1 between two logits into a probability below 1e-43: greedy in all but name."""
 
@@ -166,7 +170,7 @@ def _draw(x_RV: Array, best_R: Array, state: SamplingState, slot_R: Array, posit
     top_k_R, top_p_R = state.top_k_B[slot_R], state.top_p_B[slot_R]
     cut_R = lax.cond(
         ((top_k_R > 0) | (top_p_R < 1)).any(),
-        lambda: top_cut(z_RV, weight_RV, top_k_R, top_p_R),
+        lambda: api.top_cut(z_RV, weight_RV, top_k_R, top_p_R, kernels=THRESHOLDS),
         lambda: jnp.full_like(best_R, -jnp.inf),
     )
     cut_R = jnp.maximum(cut_R, jnp.log(state.min_p_B[slot_R]))

@@ -1,3 +1,4 @@
+import functools
 import math
 from dataclasses import replace
 
@@ -7,8 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from headrace.model import sampling, sampling_cuts
+from headrace.model import sampling
 from headrace.model.sampling import Sampled, SamplingState, sample
+from headrace.pallas_kernels import api
+from headrace.pallas_kernels.sample.reference import LANES
+from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
 from headrace.serving.core.plan import SlotLoad, SlotRef
 from headrace.serving.core.request import Request, RequestId, SamplingParams, StopRule
 from headrace.serving.runner.sampling_state import initial_state, load_scalars, load_with_rows, pack_load
@@ -19,7 +23,7 @@ VOCAB, SLOTS = 6400, 10
 GREEDY = SamplingParams(temperature=0.0)
 
 run = jax.jit(sample)
-top_cut = jax.jit(sampling_cuts.top_cut)
+top_cut = jax.jit(functools.partial(api.top_cut, kernels=sampling.THRESHOLDS))
 load_rows = jax.jit(load_with_rows)
 
 
@@ -93,7 +97,7 @@ class TestAgainstSlowPolicy:
         logits = random_logits(SLOTS, seed=len(name))
         tenants = [(request(replace(params, seed=row << 33 | row), prompt, stops), output) for row in range(SLOTS)]
         sampled, _ = draw(logits, *tenants, holds=True)
-        lanes = math.gcd(VOCAB, sampling_cuts.LANES)
+        lanes = math.gcd(VOCAB, LANES)
         order = np.array([index * lanes + lane for lane in range(lanes) for index in range(VOCAB // lanes)])
         for row in range(SLOTS):
             x = slow_sampling.edited(logits[row], params, prompt, output, stops)
@@ -309,3 +313,10 @@ class TestRows:
 def test_tiny_vocabularies_have_fewer_alternatives() -> None:
     assert sampling.num_alternatives(8) == 8
     assert sampling.num_alternatives(49152) == 20
+
+
+def test_the_cuts_have_no_kernel_and_say_so() -> None:
+    kernels = Kernels(implementation=Implementation.TPU, chip="v6e")
+    one = jnp.zeros(1)
+    with pytest.raises(UnsupportedCase, match="sample has no tpu"):
+        api.top_cut(one[None], one[None], one, one, kernels=kernels)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from headrace.pallas_kernels.types import Kernels
+
 Array = jax.Array
 
 LANES = 128
@@ -23,12 +25,12 @@ def lane_sums(x_RX: Array) -> Array:
     return x_RX.reshape(x_RX.shape[0], -1, math.gcd(x_RX.shape[1], LANES)).sum(axis=1)
 
 
-def top_cut(z_RV: Array, weight_RV: Array, top_k_R: Array, top_p_R: Array) -> Array:
-    """The value at or above which candidates are kept; -inf in rows with top_k 0 and top_p 1.
+def top_cut(z_RV: Array, weight_RV: Array, top_k_R: Array, top_p_R: Array, kernels: Kernels) -> Array:
+    """See ``headrace.pallas_kernels.api.top_cut``.
 
     Most cuts lie among the best few thousand candidates, so those are searched first: the 64 blocks of 64 ids with the
     highest maxima hold every candidate above the lowest of these maxima. Rows whose cut lies deeper are searched whole
-    (some 30 passes of 0.6 ms for 16 rows of 49,152 ids). Which of the two counts depends on the row alone.
+    (some 30 passes of 0.6 ms for 16 rows of 49,152 ids on CPU). Which of the two counts depends on the row alone.
     """
     total_R = lane_sums(weight_RV).sum(axis=-1)
     block = math.gcd(z_RV.shape[1], _BLOCK_IDS)
