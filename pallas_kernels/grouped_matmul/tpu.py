@@ -144,7 +144,8 @@ def _vmem_bytes(blocks: GroupedBlocks, x_MK: jax.Array, w_EKN: jax.Array) -> int
 
 def block_sizes(rows: int, w_EKN: jax.Array, num_experts: int, x_dtype: jnp.dtype, kernels: Kernels) -> GroupedBlocks:
     """Explicit, tuned, or the heuristic's. num_experts: of the model."""
-    shape = rows, num_experts, *w_EKN.shape[1:], w_EKN.dtype, x_dtype
+    _, contraction, columns = w_EKN.shape
+    shape = rows, num_experts, contraction, columns, w_EKN.dtype, x_dtype
     return pick(kernels, GroupedBlocks, "grouped_matmul", tuned_key(*shape), lambda: heuristic(*shape))
 
 

@@ -187,7 +187,8 @@ def is_aligned(loop_rows: int, group: int) -> bool:
 
 def block_sizes(rows: int, weight: GroupQuant, x_dtype: jnp.dtype, kernels: Kernels) -> QuantBlocks:
     """Explicit, tuned, or the heuristic's."""
-    shape = rows, *weight.values_KN.shape, jnp.iinfo(weight.values_KN.dtype).bits, weight.group, x_dtype
+    contraction, columns = weight.values_KN.shape
+    shape = rows, contraction, columns, jnp.iinfo(weight.values_KN.dtype).bits, weight.group, x_dtype
     return pick(kernels, QuantBlocks, "quant_matmul", tuned_key(*shape), lambda: heuristic(*shape))
 
 
