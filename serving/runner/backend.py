@@ -71,10 +71,19 @@ class Backend:
         """What decides page sizes and KV bytes."""
         name, item = self.kv_dtype.name, self.kv_dtype.itemsize
         if self.kernels.implementation is Implementation.TPU:
+            if item == 1:
+                # With shorter pages XLA lays the factors out so that it copies all of them around every kernel
+                # (compiled for v6e with 16, 32 and 64 tokens).
+                return KVFormat(
+                    dtype=name,
+                    page_tokens=EIGHT_BIT_PAGE_TOKENS,
+                    page_multiple=EIGHT_BIT_PAGE_TOKENS,
+                    why_multiple=f"the factors of a page of {name} fill whole rows of {EIGHT_BIT_PAGE_TOKENS} lanes",
+                )
             rows = SUBLANES * 4 // item
             return KVFormat(
                 dtype=name,
-                page_tokens=EIGHT_BIT_PAGE_TOKENS if item == 1 else ACCELERATOR_PAGE_TOKENS,
+                page_tokens=ACCELERATOR_PAGE_TOKENS,
                 page_multiple=rows,
                 why_multiple=f"a TPU tile of {name} has {rows} rows",
             )

@@ -71,7 +71,7 @@ def test_options_that_cannot_work_are_refused_by_name(changes: dict[str, Any], w
             refuse(replace(OPTIONS, **changes), SMOLLM2)
 
 
-TPU_INT8 = KVFormat(dtype="int8", page_tokens=128, page_multiple=32, why_multiple="a TPU tile of int8 has 32 rows")
+TPU_INT8 = KVFormat(dtype="int8", page_tokens=128, page_multiple=128, why_multiple="factors fill rows of 128 lanes")
 
 
 def test_the_page_size_is_the_devices_unless_one_is_asked_for() -> None:
@@ -86,7 +86,7 @@ def test_the_page_size_is_the_devices_unless_one_is_asked_for() -> None:
 def test_a_page_that_is_no_whole_tile_is_refused_by_flag() -> None:
     options = replace(OPTIONS, page_size=16)
     check(options, SMOLLM2)  # some device takes it
-    words = "--page-size 16 must be a multiple of 32, since a TPU tile of int8 has 32 rows; try 32"
+    words = "--page-size 16 must be a multiple of 128, since factors fill rows of 128 lanes; try 128"
     with pytest.raises(ConfigError, match=words):
         resolve(options, SMOLLM2, TPU_INT8)
 

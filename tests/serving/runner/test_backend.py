@@ -116,8 +116,8 @@ def test_kv_follows_the_type_of_products() -> None:
         (CPU, "int8", 16, 1),
         (V6E, "float32", 64, 8),
         (V6E, "bfloat16", 64, 16),
-        (V6E, "int8", 128, 32),
-        (V6E, "fp8", 128, 32),
+        (V6E, "int8", 128, 128),
+        (V6E, "fp8", 128, 128),
         (H100, "int8", 64, 1),
     ],
 )

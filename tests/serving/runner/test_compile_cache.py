@@ -23,7 +23,7 @@ path = use_compile_cache(sys.argv[1] if len(sys.argv) > 1 else None)
 x = jax.ShapeDtypeStruct((4,), jnp.float32)
 programs = {"a": Program(function=lambda x: jnp.sin(x) * 2, donated=(), arguments=(x,)),
             "b": Program(function=lambda x: jnp.cumsum(x), donated=(0,), arguments=(x,))}
-built, ledger = compile_programs(programs, CompileLog(), lambda *_: None)
+built, ledger = compile_programs(programs, None, CompileLog(), lambda *_: None)
 out = [float(built[name](jnp.ones(4)).sum()) for name in programs]
 print(json.dumps({"path": path and str(path), "from_cache": [p.from_cache for p in ledger], "out": out}))
 """
@@ -75,7 +75,7 @@ def test_progress_and_order_of_the_ledger() -> None:
     seen: list[tuple[str, int, int]] = []
     x = jax.ShapeDtypeStruct((3,), jnp.float32)
     programs = {name: Program(function=lambda x: x + 1, donated=(), arguments=(x,)) for name in "cab"}
-    built, ledger = compile_programs(programs, log, lambda *progress: seen.append(progress))
+    built, ledger = compile_programs(programs, None, log, lambda *progress: seen.append(progress))
     log.close()
     assert list(built) == [program.name for program in ledger] == ["c", "a", "b"]
     assert [(done, total) for _, done, total in seen] == [(1, 3), (2, 3), (3, 3)]
@@ -88,7 +88,7 @@ def test_an_error_in_one_program_is_raised() -> None:
     x = jax.ShapeDtypeStruct((3,), jnp.float32)
     programs = {"bad": Program(function=lambda x: x.reshape(2, 2), donated=(), arguments=(x,))}
     with pytest.raises(TypeError, match="reshape"):
-        compile_programs(programs, log, lambda *_: None)
+        compile_programs(programs, None, log, lambda *_: None)
     log.close()
 
 
