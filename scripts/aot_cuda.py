@@ -41,6 +41,8 @@ def main() -> int:
             task = progress.add_task(part, total=len(of_part))
             for outcome in cuda_jobs.run(of_part, args.workers):
                 outcomes[part].append(outcome)
+                state = "[red]failed[/red]" if outcome.failures else "ok"
+                progress.console.print(f"{outcome.seconds:7.1f} s  {outcome.name}  {state}")
                 progress.advance(task)
                 for failing, what in outcome.failures:
                     progress.console.print(f"FAILED {outcome.name}: {failing}: {what[:300]}", style="red")
