@@ -79,8 +79,8 @@ def test_the_page_size_is_the_devices_unless_one_is_asked_for() -> None:
     resolved = resolve(OPTIONS, SMOLLM2, TPU_INT8)
     assert (resolved.scheduler.page_size, resolved.scheduler.block_tokens) == (128, 128)
     assert resolved.kv_bytes_per_token == 2 * 30 * 3 * (64 + 4)
-    asked = resolve(replace(OPTIONS, page_size=32), SMOLLM2, TPU_INT8)
-    assert (asked.scheduler.page_size, asked.scheduler.block_tokens) == (32, 64)
+    asked = resolve(replace(OPTIONS, page_size=256), SMOLLM2, TPU_INT8)
+    assert (asked.scheduler.page_size, asked.scheduler.block_tokens) == (256, 256)
 
 
 def test_a_page_that_is_no_whole_tile_is_refused_by_flag() -> None:
