@@ -59,7 +59,7 @@ def forward(
     pool: KVPool,
     cfg: ModelConfig,
     *,
-    kernels: Kernels = Kernels(),  # noqa: B008 - frozen
+    kernels: Kernels = Kernels(),
 ) -> tuple[Array, KVPool]:
     """Run all layers over the step's tokens.
 

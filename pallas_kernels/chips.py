@@ -1,7 +1,8 @@
-"""What a kernel and its cost model need to know of a chip. Per chip (a TPU7x chip is two cores, each a device to JAX).
+"""What a kernel and its cost model need to know of a chip. Figures are per JAX device (half a TPU7x).
 
 Sources: TPU bandwidth, VMEM and cores from JAX's ``pltpu.TpuInfo``; HBM sizes and peak rates from Google's and NVIDIA's
-data sheets; the v6e clock is inferred from its peak rate (918 TFLOP/s = 4 MXUs of 256 x 256 products at 1.75 GHz).
+data sheets; clocks are inferred from the peak rate (v6e: 918 TFLOP/s = 4 MXUs of 256 x 256 products
+at 1.75 GHz), which nothing has confirmed.
 """
 
 from dataclasses import dataclass

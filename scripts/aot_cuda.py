@@ -7,6 +7,7 @@ and within the chip's shared memory; not that it is right on the device or fast:
 import argparse
 import functools
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from scripts import evidence
+from scripts import aot_progress, evidence
+from tests.aot import cuda_faults, cuda_jobs, matrix, steps, workers
+from tests.aot.outcome import Outcome
+from tests.aot.workers import Named
 
 CHIPS = ("h100", "h200")
 PARTS = ("matrix", "faults", "steps")
@@ -29,28 +32,21 @@ def main() -> int:
     args = _arguments()
     if args.install:
         _install()
-    from tests.aot import cuda_jobs  # the packages that it needs may be there since the line above only
-
+    # Workers take these over. JAX's own back end is the CPU, and XLA does not print that it finds no driver.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     started_s = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    jobs = _jobs(args)
-    outcomes = {part: list[cuda_jobs.Outcome]() for part in PARTS}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        for part, of_part in jobs.items():
-            task = progress.add_task(part, total=len(of_part))
-            for outcome in cuda_jobs.run(of_part, args.workers):
-                outcomes[part].append(outcome)
-                state = "[red]failed[/red]" if outcome.failures else "ok"
-                progress.console.print(f"{outcome.seconds:7.1f} s  {outcome.name}  {state}")
-                progress.advance(task)
-                for failing, what in outcome.failures:
-                    progress.console.print(f"FAILED {outcome.name}: {failing}: {what[:300]}", style="red")
+    outcomes = {
+        part: list(aot_progress.run(console, part, jobs, args.workers, workers.no_preparation))
+        for part, jobs in _jobs(args).items()
+    }
     for part, of_part in outcomes.items():
         if of_part:
             console.print(_table(part, of_part))
     problems = [f"{o.name}: {failing}: {what}" for of in outcomes.values() for o in of for failing, what in o.failures]
     seconds = round(time.monotonic() - started_s)
+    for problem in problems:
+        console.print(f"FAILED {problem[:400]}", style="red")
     console.print(f"{sum(map(len, outcomes.values()))} compilations in {seconds} s: {len(problems)} problems")
     if args.out:
         about = {"seconds": seconds, "workers": args.workers, "chips": list(args.chips), "versions": _versions()}
@@ -70,15 +66,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _jobs(args: argparse.Namespace) -> dict[str, list["cuda_jobs.Job"]]:  # noqa: F821 - imported late, see main
-    from tests.aot import cuda_faults, cuda_jobs, matrix, steps
-
+def _jobs(args: argparse.Namespace) -> dict[str, list[Named]]:
     entries = [e for e in matrix.entries(tuple(args.chips)) if args.only.search(e.name)]
     whole = [s for s in steps.whole_steps(tuple(args.chips)) if args.only.search(s.name)]
     jobs = {
-        "matrix": [cuda_jobs.Job(name=e.name, run=functools.partial(cuda_jobs.entry, e)) for e in entries],
-        "faults": [cuda_jobs.Job(name=n, run=functools.partial(cuda_jobs.fault, n)) for n in cuda_faults.FAULTS],
-        "steps": [cuda_jobs.Job(name=s.name, run=functools.partial(cuda_jobs.step, s)) for s in whole],
+        "matrix": [Named(name=e.name, job=functools.partial(cuda_jobs.entry, e)) for e in entries],
+        "faults": [Named(name=n, job=functools.partial(cuda_jobs.fault, n)) for n in cuda_faults.FAULTS],
+        "steps": [Named(name=s.name, job=functools.partial(cuda_jobs.step, s)) for s in whole],
     }
     return {part: of_part for part, of_part in jobs.items() if part in args.parts}
 
@@ -98,7 +92,6 @@ def _install() -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", *pins]
     if subprocess.run(pip, check=False).returncode:
         raise SystemExit("aot_cuda: pip could not install the compiler (see above)")
-    importlib.invalidate_caches()
 
 
 def _version(package: str) -> str | None:
@@ -112,14 +105,13 @@ def _versions() -> dict[str, str | None]:
     return {name: _version(name) for name in _wanted()}
 
 
-def _table(part: str, outcomes: Sequence["cuda_jobs.Outcome"]) -> Table:  # noqa: F821 - imported late, see main
+def _table(part: str, outcomes: Sequence[Outcome]) -> Table:
     """One row for each outcome, in the order of names."""
     table = Table("", "s", "temporaries", "kernels of ours: registers, bytes spilled, shared memory", title=part)
     for outcome in sorted(outcomes, key=lambda outcome: outcome.name):
         kernels = "; ".join(
             f"{name} {kernel.registers} / {kernel.spill_bytes} / {kernel.shared_bytes / 1024:.0f} KiB"
             for name, kernel in sorted(outcome.kernels.items())
-            if kernel.is_ours
         )
         temporary = f"{outcome.temporary_bytes / 2**20:.1f} MiB"
         style = "red" if outcome.failures else None

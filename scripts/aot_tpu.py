@@ -8,22 +8,21 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import Implementation
-from scripts import evidence
-from tests.aot import golden, matrix, tpu_jobs, workers
+from scripts import aot_progress, evidence
+from tests.aot import golden, matrix, tpu, tpu_jobs
 from tests.aot.decode_cost import DecodeCost, decode_cost
 from tests.aot.matrix import Entry, Operation
+from tests.aot.outcome import Outcome
 from tests.aot.steps import whole_steps
-from tests.aot.tpu import Outcome
 from tests.aot.tpu_faults import FAULTS
 from tests.aot.workers import Named
 
@@ -40,7 +39,10 @@ def main() -> int:
     started_s = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     entries = {e.name: e for e in matrix.entries(args.chips) if "matrix" in args.parts and args.only.search(e.name)}
-    found = {part: list(_run(console, part, jobs, args.workers)) for part, jobs in _jobs(args, entries).items()}
+    found = {
+        part: list(aot_progress.run(console, part, jobs, args.workers, tpu.prepare))
+        for part, jobs in _jobs(args, entries).items()
+    }
     counts = golden.counts_of(entries, found["matrix"])
     compared = golden.compare(counts, version("libtpu"), update=args.update)
     costs, problems = _costs(entries, found["matrix"])
@@ -96,17 +98,6 @@ def _jobs(args: argparse.Namespace, entries: dict[str, Entry]) -> dict[str, list
         steps = [step for step in whole_steps(args.chips) if args.only.search(step.name)]
         jobs["steps"] = [Named(name=step.name, job=functools.partial(tpu_jobs.step, step)) for step in steps]
     return jobs
-
-
-def _run(console: Console, part: str, jobs: Sequence[Named], num_workers: int) -> Iterator[Outcome]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(part, total=len(jobs))
-        for outcome in workers.run(jobs, num_workers):
-            state = "[red]failed[/red]" if outcome.failures else "ok"
-            progress.console.print(f"{outcome.seconds:7.1f} s  {outcome.name}  {state}")
-            progress.advance(task)
-            yield outcome
 
 
 def _costs(entries: dict[str, Entry], outcomes: Sequence[Outcome]) -> tuple[list[DecodeCost], list[str]]:

@@ -1,4 +1,5 @@
-"""Kernels on a machine with a GPU or TPU: right against the reference, then their time, in under six minutes.
+"""Kernels on a machine with a GPU or TPU: right against the reference, then their time; nothing new starts
+after 330 seconds.
 
 Needs numpy, jax and flax, and this source tree; nothing is installed and nothing is fetched. Run it from the root:
 
@@ -59,8 +60,8 @@ class Report:
             return
         if "error" not in row:
             seconds = row.pop("result")
-            bound_s = max(timing.bytes / limits.copy_bytes_per_s, timing.operations / limits.matmul_per_s)
-            row |= {"microseconds": seconds * 1e6, "share_of_limit": bound_s / max(seconds, 1e-12), "passed": True}
+            share = limits.seconds(timing.cost) / max(seconds, 1e-12)
+            row |= {"microseconds": seconds * 1e6, "share_of_limit": share, "passed": True}
         self.timed.append(row)
         figure = (
             f"{row['microseconds']:10.1f} us  {row['share_of_limit']:6.1%} of the limit"

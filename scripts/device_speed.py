@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,16 @@ from headrace.model.decoder import StepInputs
 from headrace.model.weights import Weights
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.batch_case import BatchCase
+from headrace.pallas_kernels.grouped_matmul.cases import GroupedCase
+from headrace.pallas_kernels.grouped_matmul.cases import make_inputs as make_grouped
+from headrace.pallas_kernels.grouped_matmul.cost import cost as grouped_cost
 from headrace.pallas_kernels.paged_attention.cases import AttentionCase
+from headrace.pallas_kernels.paged_attention.cost import cost as attention_cost
 from headrace.pallas_kernels.paged_attention.inputs import AttentionInputs, make_inputs
+from headrace.pallas_kernels.quant_matmul.cases import QuantCase
+from headrace.pallas_kernels.quant_matmul.cases import make_inputs as make_quantized
+from headrace.pallas_kernels.quant_matmul.cost import cost as quantized_cost
+from headrace.pallas_kernels.roofline import Cost
 from headrace.pallas_kernels.types import AttnMeta, Implementation, Kernels, KVPool, TokenKV
 from scripts import device_baselines as baselines
 from scripts import device_correctness as correctness
@@ -22,11 +30,17 @@ from scripts.device_timing import copy_bytes_per_s, matmul_per_s, seconds_per_ca
 
 Array = jax.Array
 
+MATMUL_ROWS = (1, 16, 128)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     copy_bytes_per_s: float
     matmul_per_s: float
+
+    def seconds(self, cost: Cost) -> float:
+        """What a call takes at least."""
+        return max(cost.bytes / self.copy_bytes_per_s, cost.flops / self.matmul_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +53,8 @@ class Scale:
     mean_tokens: int
     prefill_tokens: int
     quant_shape: tuple[int, int]
-    grouped_shape: tuple[int, int, int]
+    experts: dict[str, int]
+    grouped_rows: tuple[int, ...]
 
 
 FULL = Scale(
@@ -49,7 +64,8 @@ FULL = Scale(
     mean_tokens=1024,
     prefill_tokens=2048,
     quant_shape=(4096, 14_336),
-    grouped_shape=(64, 2048, 1536),
+    experts={"num_experts": 32, "contraction": 2048, "columns": 768},
+    grouped_rows=(64, 2048),
 )
 TINY = Scale(
     copy_bytes=1 << 20,
@@ -58,18 +74,18 @@ TINY = Scale(
     mean_tokens=40,
     prefill_tokens=64,
     quant_shape=(256, 128),
-    grouped_shape=(4, 64, 64),
+    experts={"num_experts": 4, "contraction": 64, "columns": 64},
+    grouped_rows=(8, 64),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """run: () -> seconds per call. bytes, operations: what the call must move and do at least."""
+    """run: () -> seconds per call. cost: what the call must move and do at least."""
 
     name: str
     run: Callable[[], float]
-    bytes: int
-    operations: int
+    cost: Cost
 
 
 def measure_limits(scale: Scale) -> Limits:
@@ -93,9 +109,7 @@ def decode_timings(kernels: Kernels, fp8: str | None, scale: Scale, seed: int) -
         )
         made = make_inputs(case, seed)
         inputs = jax.tree.map(jnp.asarray, made.arguments()[:3])
-        item = np.dtype(jnp.dtype(kv_dtype)).itemsize
-        per_token = 2 * case.num_kv_heads * (case.head_dim * item + (4 if item == 1 else 0))
-        needed = {"bytes": sum(lengths) * per_token, "operations": 4 * sum(lengths) * case.num_heads * case.head_dim}
+        needed = {"cost": attention_cost(case)}
         name = f"decode {scale.decode_rows} x ~{scale.mean_tokens}, 32/8 heads of 128, {kv_dtype}"
         choices = {str(kernels.implementation): kernels, "reference": Kernels()}
         for label, choice in choices.items():
@@ -160,7 +174,8 @@ def prefill_timings(kernels: Kernels, scale: Scale, seed: int) -> Iterator[Timin
         )
         made = make_inputs(case, seed)
         inputs = jax.tree.map(jnp.asarray, made.arguments()[:3])
-        needed = {"bytes": 0, "operations": 2 * tokens * tokens * case.num_heads * case.head_dim}
+        # The kernels read the keys once for each query block; whole, they are read once.
+        needed = {"cost": attention_cost(replace(case, block_tokens=tokens))}
         name = f"prefill {tokens} tokens, 32/8 heads of 128, {kv_dtype}"
         for label, choice in {str(kernels.implementation): kernels, "reference": Kernels()}.items():
             run = functools.partial(attention_seconds, inputs, made, choice)
@@ -178,29 +193,33 @@ def cudnn_prefill_seconds(made: AttentionInputs) -> float:
 
 
 def matmul_timings(kernels: Kernels, scale: Scale, seed: int) -> Iterator[Timing]:
-    inputs, outputs = scale.quant_shape
-    for rows in (1, 16, 128):
-        x = jax.random.normal(jax.random.key(seed), (rows, inputs), jnp.bfloat16)
-        wide = jnp.ones((inputs, outputs), jnp.bfloat16)
-        need = functools.partial(dict, operations=2 * rows * inputs * outputs)
-        name = f"matmul {rows} x {inputs} x {outputs}"
-        yield Timing(name=f"{name}: bfloat16, XLA", run=_product(x, wide, _dot), **need(bytes=2 * wide.size))
-        for bits, group in ((8, inputs), (8, 32), (4, 32), (4, 128)):
-            _, weight = correctness.random_quantized(rows, inputs, outputs, bits, group, jnp.bfloat16, seed)
+    contraction, columns = scale.quant_shape
+    shape = {"contraction": contraction, "columns": columns}
+    name = f"matmul {{rows}} x {contraction} x {columns}"
+    wide = jnp.ones((contraction, columns), jnp.bfloat16)
+    for rows in MATMUL_ROWS:
+        need = Cost(bytes=wide.nbytes, flops=2 * rows * wide.size)
+        x = jax.random.normal(jax.random.key(seed), (rows, contraction), jnp.bfloat16)
+        yield Timing(name=f"{name.format(rows=rows)}: bfloat16, XLA", run=_product(x, wide, _dot), cost=need)
+    for bits, group in correctness.WEIGHTS:
+        case = QuantCase(name=name, rows=1, **shape, bits=bits, group=group)
+        weight = jax.tree.map(jnp.asarray, make_quantized(case, seed).weight)
+        for rows in MATMUL_ROWS:
+            x = jax.random.normal(jax.random.key(seed), (rows, contraction), jnp.bfloat16)
             run = _product(x, weight, functools.partial(api.quant_matmul, kernels=kernels))
-            size = wide.size * bits // 8 + weight.scale_GN.size * 4
-            yield Timing(name=f"{name}: int{bits}, group {group}", run=run, **need(bytes=size))
-    experts, inputs, outputs = scale.grouped_shape
-    for rows in (64, 2048):
-        for kind in ("bfloat16", "int8"):
-            x, weight, sizes = correctness.random_grouped(rows, kind, seed, scale.grouped_shape)
-            active = int((sizes > 0).sum())
-            run = _product(x, (weight, jnp.asarray(sizes)), functools.partial(_grouped, kernels))
+            label = f"{name.format(rows=rows)}: int{bits}, group {group or 'K'}"
+            yield Timing(name=label, run=run, cost=quantized_cost(replace(case, rows=rows)))
+    for tokens in scale.grouped_rows:
+        for bits in (None, 8):
+            case = GroupedCase(name="grouped", **scale.experts, tokens=tokens, bits=bits)
+            inputs = make_grouped(case, seed)
+            operands = jax.tree.map(jnp.asarray, (inputs.weight, inputs.group_sizes_G))
+            active = int((inputs.group_sizes_G > 0).sum())
             yield Timing(
-                name=f"grouped {rows} rows, {active} of {experts} experts of {inputs} x {outputs}, {kind}",
-                run=run,
-                bytes=active * inputs * outputs * (2 if kind == "bfloat16" else 1),
-                operations=2 * rows * inputs * outputs,
+                name=f"grouped {tokens} rows, {active} of {case.num_experts} experts of {case.contraction} x "
+                f"{case.columns}, {'bfloat16' if bits is None else 'int8'}",
+                run=_product(jnp.asarray(inputs.x_MK), operands, functools.partial(_grouped, kernels)),
+                cost=grouped_cost(case, inputs.group_sizes_G),
             )
 
 
@@ -213,10 +232,11 @@ def _grouped(kernels: Kernels, x: Array, constants: tuple[Array, Array]) -> Arra
 
 
 def _product(x: Array, constants: object, product: Callable[[Array, object], Array]) -> Callable[[], float]:
-    """One element of the result goes back into x, so that every repetition has to run."""
+    """The largest result goes back into x, so that every repetition has to run whole: of one element of a product, XLA
+    would compute no more than that."""
 
     def step(x: Array, constants: object) -> Array:
-        return x + (product(x, constants)[:1, :1] * 1e-30).astype(x.dtype)
+        return x + (product(x, constants).max() * 1e-30).astype(x.dtype)
 
     return lambda: seconds_per_call(step, jnp.array(x), constants)
 
@@ -237,9 +257,9 @@ def step_timings(kernels: Kernels, is_tiny: bool, seed: int) -> Iterator[tuple[s
         for name, batch in batches.items():
             case = BatchCase(name=name, **heads, page_tokens=64, **({"block_tokens": 64} | batch))
             step = steps.make_step(cfg, case, weights, kv_dtype, seed)
-            operations = 2 * case.num_tokens * weight_bytes // 2
+            need = Cost(bytes=weight_bytes, flops=case.num_tokens * weight_bytes)  # 2 operations on 2 bytes
             run = functools.partial(_step_seconds, step, kernels, seed)
-            yield step, Timing(name=f"2 layers, {name}, {kv_dtype}", run=run, bytes=weight_bytes, operations=operations)
+            yield step, Timing(name=f"2 layers, {name}, {kv_dtype}", run=run, cost=need)
 
 
 def _step_seconds(step: steps.Step, kernels: Kernels, seed: int) -> float:

@@ -15,6 +15,7 @@ from headrace.model.decoder import StepInputs, forward, new_pool
 from headrace.model.specs import Init, ParamSpec, param_specs
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.batch_case import Batch, BatchCase, make_batch
+from headrace.pallas_kernels.tolerances import relative_error
 from headrace.pallas_kernels.types import Kernels, KVPool
 
 Array = jax.Array
@@ -109,5 +110,4 @@ def compare(step: Step, kernels: Kernels, seed: int) -> tuple[float, float]:
         run = jax.jit(step.function(choice), donate_argnums=2)
         out, _ = run(step.weights, step.inputs, step.pool(seed))
         outs.append(np.asarray(out)[[token for token, _, _ in step.batch.rows]])
-    difference = float(np.abs(outs[0] - outs[1]).max() / np.abs(outs[1]).max())
-    return difference, float((outs[0].argmax(axis=-1) != outs[1].argmax(axis=-1)).mean())
+    return relative_error(*outs), float((outs[0].argmax(axis=-1) != outs[1].argmax(axis=-1)).mean())

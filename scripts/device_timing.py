@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-REPEATS = (4, 20)
-"""Two loop lengths; the difference of their times is 16 calls."""
+LOOP_S = 0.02
+"""A loop lasts so long at least: its time has to stand out from that of a dispatch."""
+MOST_REPEATS = 1 << 20
 SAMPLES = 5
 
 
@@ -30,15 +31,18 @@ def seconds_per_call(step: Callable[[Any, Any], Any], carry: Any, constants: Any
         return lax.fori_loop(0, count, body, carry)
 
     compiled = jax.jit(loop, donate_argnums=1).lower(jnp.int32(0), carry, constants).compile()
-    slopes = []
-    for _ in range(SAMPLES + 1):
-        times = []
-        for count in REPEATS:
-            started = time.perf_counter()
-            carry = jax.block_until_ready(compiled(jnp.int32(count), carry, constants))
-            times.append(time.perf_counter() - started)
-        slopes.append((times[1] - times[0]) / (REPEATS[1] - REPEATS[0]))
-    return statistics.median(slopes[1:])
+
+    def timed(count: int) -> float:
+        nonlocal carry
+        started = time.perf_counter()
+        carry = jax.block_until_ready(compiled(jnp.int32(count), carry, constants))
+        return time.perf_counter() - started
+
+    timed(1)
+    count = 16
+    while timed(count) < LOOP_S and count < MOST_REPEATS:
+        count *= 4
+    return statistics.median((timed(count) - timed(count // 4)) / (count - count // 4) for _ in range(SAMPLES))
 
 
 def copy_bytes_per_s(num_bytes: int) -> float:

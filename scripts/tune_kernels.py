@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,16 +205,18 @@ def main() -> int:
     if not options.time and chip.clock_hz is None:
         print(f"tune_kernels: no clock of {chip.name} is known, so that bundles give no time; --time", file=sys.stderr)
         return 2
-    rank: Callable[[Task, Any], float]
+    tasks = [task for task in (*quant_tasks(), *grouped_tasks()) if options.only.search(task.name)]
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.time:
         if jax.devices()[0].device_kind not in chip.device_kinds:
             print(f"tune_kernels: --time needs a {chip.name}", file=sys.stderr)
             return 2
-        rank = functools.partial(rank_timed, chip=chip)
+        best = search(tasks, functools.partial(rank_timed, chip=chip), console)
     else:
-        rank = functools.partial(rank_static, chip=chip, dump=aot.prepare())
-    tasks = [task for task in (*quant_tasks(), *grouped_tasks()) if options.only.search(task.name)]
-    best = search(tasks, rank, Console(stderr=True, highlight=False, soft_wrap=True))
+        with tempfile.TemporaryDirectory(prefix="headrace-tune-") as folder:
+            dump = Path(folder)
+            aot.prepare(dump)
+            best = search(tasks, functools.partial(rank_static, chip=chip, dump=dump), console)
     if options.write:
         write(TUNED / f"{chip.name}.json", best)
     return 0

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from headrace.pallas_kernels import block_sizes
 from headrace.pallas_kernels.paged_attention import gpu_pages
+from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E, LOWEST
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool
 
 Array = jax.Array
@@ -124,7 +125,7 @@ def _kernel(
         return gpu_pages.attend_block(state, q_XH, pool, table_ref, place, position_Y, live, is_seen_1Y, spec)
 
     state = (
-        jnp.full((padded,), gpu_pages.LOWEST, jnp.float32),
+        jnp.full((padded,), LOWEST, jnp.float32),
         jnp.zeros((padded,), jnp.float32),
         jnp.zeros((padded, width), jnp.float32),
     )
@@ -140,7 +141,7 @@ def _combine(acc_BKSGH: Array, top_BKSG: Array, total_BKSG: Array, sinks_N: Arra
     top_BKG = top_BKSG.max(axis=2)
     sink_KG = None
     if sinks_N is not None:
-        sink_KG = sinks_N.astype(jnp.float32).reshape(top_BKG.shape[1:]) * gpu_pages.LOG2_E
+        sink_KG = sinks_N.astype(jnp.float32).reshape(top_BKG.shape[1:]) * LOG2_E
         top_BKG = jnp.maximum(top_BKG, sink_KG)
     factor_BKSG = jnp.exp2(top_BKSG - top_BKG[:, :, None])
     total_BKG = (total_BKSG * factor_BKSG).sum(axis=2)

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E
 from headrace.pallas_kernels.types import AttentionSpec, KVPool, UnsupportedCase
 
 Array = jax.Array
 
-LOG2_E = 1.4426950408889634
-LOWEST = -1e30
-"""Start of the running maximum. Finite: the difference of two infinities would be NaN."""
 SMALLEST_DOT = 16
 """Rows that Triton's dot needs at least."""
 MULTIPROCESSORS = 132

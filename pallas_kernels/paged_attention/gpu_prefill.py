@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from headrace.pallas_kernels import block_sizes
 from headrace.pallas_kernels.paged_attention import gpu_pages
+from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E, LOWEST
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool
 
 Array = jax.Array
@@ -119,9 +120,9 @@ def _kernel(
         return gpu_pages.attend_block(state, q_XH, pool, table_ref, place, position_Y, live, is_seen_XY, spec)
 
     if sinks_ref is None:
-        top_X, total_X = jnp.full((rows,), gpu_pages.LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
+        top_X, total_X = jnp.full((rows,), LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
     else:
-        top_X, total_X = sinks_ref[head_X].astype(jnp.float32) * gpu_pages.LOG2_E, jnp.ones((rows,), jnp.float32)
+        top_X, total_X = sinks_ref[head_X].astype(jnp.float32) * LOG2_E, jnp.ones((rows,), jnp.float32)
     state = (top_X, total_X, jnp.zeros((rows, width), jnp.float32))
     lower, upper = lax.div(tile_start, keys), lax.div(tile_end + keys - 1, keys)
     _, total_X, acc_XH = lax.fori_loop(lower, upper, step, state)

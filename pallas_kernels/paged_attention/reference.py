@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from headrace.pallas_kernels.paged_attention.online_softmax import LOWEST
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool, TokenKV
 from headrace.pallas_kernels.write_pages.reference import write_pages
 
@@ -18,8 +19,6 @@ KV_BLOCK_TOKENS = 64
 """Keys per iteration."""
 ROW_GROUP = 4
 """Decode rows that share one loop; the loop runs to the longest of them, so callers sort rows by length."""
-LOWEST = -1e30
-"""Start of the running maximum. Finite: the difference of two infinities would be NaN."""
 
 
 def paged_attention(

@@ -28,14 +28,11 @@ from headrace.pallas_kernels.paged_attention.decode_blocks import (
 )
 from headrace.pallas_kernels.paged_attention.decode_copies import Items, Scratch, Static, Tiles
 from headrace.pallas_kernels.paged_attention.decode_work import Fresh, Work, fresh_tokens, list_work
+from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E, LOWEST
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool, TokenKV
 
 Array = jax.Array
 Ref = Any
-
-LOWEST = -1e30
-"""Score of a key that is not seen. Finite, and far enough below every real score that exp2 of it is 0."""
-LOG2_E = 1.4426950408889634
 
 
 def decode(
@@ -177,7 +174,10 @@ def _kernel(static: Static, has_sinks: bool, *refs: Ref) -> None:
 def _named(static: Static, has_sinks: bool, refs: Sequence[Ref]) -> tuple[Any, ...]:
     """References in the order of _call, by name. The pool's inputs are its outputs."""
     rest, has_scale = iter(refs), static.shape.is_quantized
-    optional = lambda is_there: next(rest) if is_there else None  # noqa: E731
+
+    def optional(is_there: bool) -> Any:
+        return next(rest) if is_there else None
+
     work = Work(*(next(rest) for _ in range(6)))
     q, fresh, sinks = next(rest), Fresh(next(rest), next(rest), optional(has_scale)), optional(has_sinks)
     _, _ = next(rest), optional(has_scale)

@@ -14,8 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from headrace.pallas_kernels import block_sizes
 from headrace.pallas_kernels.chips import CHIPS, MIB, Chip
 from headrace.pallas_kernels.kv_quantization import is_quantized
+from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E
 from headrace.pallas_kernels.paged_attention.tpu_prefill_kernel import flat, kernel, scratch_shapes
-from headrace.pallas_kernels.paged_attention.tpu_prefill_shape import LANES, LOG2_E, PrefillBlocks, PrefillShape
+from headrace.pallas_kernels.paged_attention.tpu_prefill_shape import LANES, PrefillBlocks, PrefillShape
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool, UnsupportedCase
 from headrace.pallas_kernels.write_pages.tpu import tile_rows
 

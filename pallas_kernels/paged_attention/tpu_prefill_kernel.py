@@ -15,10 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from headrace.pallas_kernels.paged_attention.online_softmax import LOWEST
 from headrace.pallas_kernels.paged_attention.tpu_prefill_shape import LANES, PrefillShape
-
-LOWEST = -1e30
-"""Start of the running maximum. Finite: the difference of two infinities would be NaN."""
 
 Refs = Sequence[jax.Ref]
 

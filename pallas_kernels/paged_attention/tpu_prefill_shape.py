@@ -1,14 +1,13 @@
 """Static numbers of one call of the TPU's prefill kernel, and its block sizes."""
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E
 from headrace.pallas_kernels.types import AttentionSpec
 
 LANES = 128
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

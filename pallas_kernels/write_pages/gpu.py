@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool, TokenKV
+from headrace.pallas_kernels.write_pages.reference import as_pages, block_rows
 
 
 def write_pages(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: AttnMeta, kernels: Kernels) -> KVPool:
@@ -39,14 +40,8 @@ def _write_tokens(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: 
 
 
 def _write_blocks(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: AttnMeta) -> KVPool:
-    page_tokens, (tokens, heads, width) = pool.page_tokens, new.kv_TKC.shape
-    page = jnp.arange(tokens // meta.num_blocks // page_tokens)
-    column = jnp.minimum(lax.div(meta.blk_pos_J, page_tokens)[:, None] + page, meta.page_table_ZM.shape[1] - 1)
-    has_token = page * page_tokens < meta.blk_len_J[:, None]
-    row = first_row + jnp.where(has_token, meta.page_table_ZM[meta.blk_seq_J[:, None], column], 0).reshape(-1)
-    kv = new.kv_TKC.reshape(-1, page_tokens, heads, width).swapaxes(1, 2)
-    pages = pool.pages_RKWC.at[row].set(kv, mode="promise_in_bounds")
-    if new.scale_TK2 is None:
-        return KVPool(pages)
-    scale = new.scale_TK2.reshape(-1, page_tokens, heads, 2).transpose(0, 2, 3, 1)
-    return KVPool(pages, pool.scale_RK2W.at[row].set(scale, mode="promise_in_bounds"))
+    block_pages = new.kv_TKC.shape[0] // meta.num_blocks // pool.page_tokens
+    row = block_rows(first_row, meta, block_pages, pool.page_tokens)
+    return jax.tree.map(
+        lambda to, pages: to.at[row].set(pages, mode="promise_in_bounds"), pool, as_pages(new, pool.page_tokens)
+    )

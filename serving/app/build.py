@@ -115,7 +115,7 @@ def check(options: EngineOptions, model: ModelConfig) -> None:
     resolve(options, model, KVFormat(dtype=options.kv_dtype if floats else "int8"))
 
 
-def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat()) -> ResolvedEngine:  # noqa: B008
+def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat()) -> ResolvedEngine:
     """Check the options against the model and the device's way to store KV, and fill in the defaults.
 
     The number of pages is that of a CPU; ``ResolvedEngine.in_memory`` changes it. Raises: ConfigError naming option and

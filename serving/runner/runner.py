@@ -68,7 +68,7 @@ class JaxRunner:
         model: LoadedModel,
         config: SchedulerConfig,
         *,
-        backend: Backend = Backend(),  # noqa: B008 - frozen
+        backend: Backend = Backend(),
     ) -> None:
         self._model_config = model.config
         self._config = config

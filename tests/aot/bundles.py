@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 PASSES = ("final_hlo-static-per-bundle-utilization", "final_bundles")
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
@@ -54,6 +55,10 @@ class Loop:
     def spills(self) -> int:
         """Vector registers stored for want of room, and loaded again."""
         return self.total("SPILL") + self.total("FILL")
+
+    def figures(self) -> dict[str, Any]:
+        """What evidence keeps."""
+        return {"bundles": self.own(), "spills": self.spills()}
 
 
 def parse(bundles: str, utilization: str) -> Loop:

@@ -7,11 +7,10 @@ those that ptxas reports for the very PTX that XLA compiles, from the wheel that
 import functools
 import importlib.util
 import re
+import shutil
 import subprocess
-import tempfile
 import time
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import UnsupportedCase
 from tests.aot import hlo
 from tests.aot.matrix import Built
+from tests.aot.outcome import Failing, Outcome, failed
 
 TARGETS = Path(__file__).resolve().parent
 IN_PLACE_ROOTS = ("scatter", "dynamic-update-slice")
@@ -33,20 +33,6 @@ _LAUNCH = re.compile(r"kCustomKernel .*\] (?P<name>\S+) +grid: .*shared_memory: 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _SPILLS = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes")
 _REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
-
-
-class Failing(StrEnum):
-    """The checks, each of which can fail by itself. MISSED: a planted fault that its check let pass."""
-
-    COMPILER = "compiler"
-    UNSUPPORTED = "unsupported"
-    ALIAS = "alias"
-    COPY = "copy"
-    TEMPORARY = "temporary"
-    SPILL = "spill"
-    SHARED = "shared memory"
-    KERNEL = "kernel"
-    MISSED = "missed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +45,8 @@ class Kernel:
     shared_bytes: int
     is_ours: bool
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of one compilation. failures: (check, what it found). temporary_bytes: of all temporaries together, as
-    far as they live at the same time; largest_temporary_bytes: of one array."""
-
-    name: str
-    seconds: float
-    failures: tuple[tuple[Failing, str], ...]
-    temporary_bytes: int = 0
-    largest_temporary_bytes: int = 0
-    alias_bytes: int = 0
-    kernels: dict[str, Kernel]
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures that evidence keeps; of XLA's own kernels none."""
-        kernels = {name: asdict(kernel) for name, kernel in self.kernels.items() if kernel.is_ours}
-        return {**{key: value for key, value in asdict(self).items() if key != "kernels"}, "kernels": kernels}
+    def figures(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @functools.cache
@@ -110,20 +80,20 @@ def compile_for(chip: str, built: Built, dump: Path) -> jax.stages.Compiled:
     return lowered.compile(compiler_options={"xla_dump_to": str(dump)})
 
 
-def check(name: str, chip: str, built: Built, *, needs_kernel: bool) -> Outcome:
+def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool) -> Outcome:
     """Compile and look. needs_kernel: a program without a kernel of ours is a failure."""
+    shutil.rmtree(dump, ignore_errors=True)
+    dump.mkdir(parents=True)
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="headrace-aot-") as folder:
-        dump = Path(folder)
-        try:
-            compiled = compile_for(chip, built, dump)
-        except UnsupportedCase as error:
-            return _failed(name, started_s, Failing.UNSUPPORTED, error.why)
-        except Exception as error:  # whatever the compiler says is the finding
-            return _failed(name, started_s, Failing.COMPILER, f"{type(error).__name__}: {error}"[:2000])
-        seconds = round(time.monotonic() - started_s, 2)
-        kernels = read_kernels(dump, our_names(compiled.as_text()))
-        largest = largest_temporary("".join(path.read_text() for path in dump.glob("*-buffer-assignment.txt")))
+    try:
+        compiled = compile_for(chip, built, dump)
+    except UnsupportedCase as error:
+        return failed(name, started_s, Failing.UNSUPPORTED, error.why)
+    except Exception as error:  # whatever the compiler says is the finding
+        return failed(name, started_s, Failing.COMPILER, f"{type(error).__name__}: {error}"[:2000])
+    seconds = round(time.monotonic() - started_s, 2)
+    kernels = read_kernels(dump, our_names(compiled.as_text()))
+    largest = largest_temporary("".join(path.read_text() for path in dump.glob("*-buffer-assignment.txt")))
     text, memory = compiled.as_text(), compiled.memory_analysis()
     temporary, alias = int(memory.temp_size_in_bytes), int(memory.alias_size_in_bytes)
     failures: list[tuple[Failing, str]] = []
@@ -147,7 +117,7 @@ def check(name: str, chip: str, built: Built, *, needs_kernel: bool) -> Outcome:
         temporary_bytes=temporary,
         largest_temporary_bytes=largest,
         alias_bytes=alias,
-        kernels=kernels,
+        kernels={name: kernel for name, kernel in kernels.items() if kernel.is_ours},
     )
 
 
@@ -231,8 +201,3 @@ def _is_in_place(instruction: hlo.Instruction, text: str) -> bool:
     body = re.search(rf"^%?{re.escape(called[1])} \(.*?^\}}", text, re.MULTILINE | re.DOTALL)
     root = re.search(r"^\s+ROOT .*?\s([a-z][a-z0-9-]*)\(", body[0], re.MULTILINE) if body else None
     return root is not None and root[1] in IN_PLACE_ROOTS
-
-
-def _failed(name: str, started_s: float, failing: Failing, what: str) -> Outcome:
-    seconds = round(time.monotonic() - started_s, 2)
-    return Outcome(name=name, seconds=seconds, failures=((failing, what),), kernels={})

@@ -10,8 +10,8 @@ from headrace.pallas_kernels import api
 from headrace.pallas_kernels.paged_attention.gpu_decode import GpuDecodeBlocks
 from headrace.pallas_kernels.paged_attention.gpu_prefill import GpuPrefillBlocks
 from headrace.pallas_kernels.types import Implementation, Kernels
-from tests.aot.cuda import Failing
 from tests.aot.matrix import Built, Entry, Operation, build
+from tests.aot.outcome import Failing
 
 CHIP = "h100"
 

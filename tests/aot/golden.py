@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.aot.matrix import ATTENTION, Entry
-from tests.aot.tpu import Outcome
+from tests.aot.outcome import Outcome
 
 FOLDER = Path(__file__).resolve().parent.parent / "golden"
 BAND = 0.15

@@ -1,12 +1,11 @@
 """Whole steps of real models with the kernels inside, as the runner compiles them, from the shapes of all arguments."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
-from headrace.model.config import ModelConfig
 from headrace.model.decoder import new_pool
 from headrace.model.specs import param_specs
 from headrace.pallas_kernels.chips import CHIPS
@@ -17,37 +16,13 @@ from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import program_name, step_program
 from headrace.serving.runner.sampling_state import initial_state
 from headrace.serving.runner.weights import arranged
+from scripts.device_steps import LLAMA_8B_2_LAYERS
 from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built, size_bytes
+from tests.model.tiny import SMOLLM2
 
 MODELS = {
-    "smollm2-135m": ModelConfig(
-        family="llama",
-        vocab_size=49_152,
-        num_layers=30,
-        width=576,
-        ffn_width=1_536,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_context=8_192,
-        rope_theta=100_000.0,
-        rms_norm_eps=1e-5,
-        tied_embeddings=True,
-    ),
-    "llama-3.1-8b": ModelConfig(
-        family="llama",
-        vocab_size=128_256,
-        num_layers=32,
-        width=4_096,
-        ffn_width=14_336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_context=131_072,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        tied_embeddings=False,
-    ),
+    "smollm2-135m": SMOLLM2,
+    "llama-3.1-8b": replace(LLAMA_8B_2_LAYERS, num_layers=32, vocab_size=128_256, max_context=131_072),
 }
 SLOTS = 16
 """XLA takes longer over the sampler than over all else, and the longer the more rows it has: 40 s of CPU time for 64

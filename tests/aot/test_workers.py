@@ -4,7 +4,8 @@ import functools
 import os
 from pathlib import Path
 
-from tests.aot.tpu import Failing, Outcome
+from tests.aot.outcome import Failing, Outcome
+from tests.aot.tpu import prepare
 from tests.aot.workers import Named, run
 
 
@@ -18,7 +19,7 @@ def job(name: str, exit_code: int | None, dump: Path) -> Outcome:
 def test_a_dead_compiler_is_one_failure_and_the_other_jobs_go_on() -> None:
     exits = {"first": None, "dies": 3, "last": None}
     jobs = [Named(name=name, job=functools.partial(job, name, exit_code)) for name, exit_code in exits.items()]
-    outcomes = {outcome.name: outcome for outcome in run(jobs, 1)}
+    outcomes = {outcome.name: outcome for outcome in run(jobs, 1, prepare)}
     assert set(outcomes) == set(exits)
     assert outcomes["first"].failures == outcomes["last"].failures == ()
     ((failing, what),) = outcomes["dies"].failures
@@ -26,4 +27,4 @@ def test_a_dead_compiler_is_one_failure_and_the_other_jobs_go_on() -> None:
 
 
 def test_no_jobs_no_processes() -> None:
-    assert list(run([], 2)) == []
+    assert list(run([], 2, prepare)) == []

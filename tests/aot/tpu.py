@@ -7,8 +7,6 @@ import functools
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import KVPool, UnsupportedCase
 from tests.aot import hlo
-from tests.aot.bundles import Loop, init_args, read_dump
+from tests.aot.bundles import init_args, read_dump
 from tests.aot.matrix import Built
+from tests.aot.outcome import Failing, Outcome, failed
 
 TARGET = "tpu_custom_call"
-
-
-class Failing(StrEnum):
-    """The checks, each of which can fail by itself."""
-
-    COMPILER = "compiler"
-    UNSUPPORTED = "unsupported"
-    ALIAS = "alias"
-    COPY = "copy"
-    TEMPORARY = "temporary"
-    SPILL = "spill"
-    KERNEL = "kernel"
-    MISSED = "missed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of one compilation. failures: (check, what it found). kernels: bundles by name; unpadded sizes differ
-    from these by padding only."""
-
-    name: str
-    seconds: float
-    failures: tuple[tuple[Failing, str], ...]
-    temporary_bytes: int = 0
-    alias_bytes: int = 0
-    kernels: dict[str, Loop] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures that evidence keeps."""
-        kernels = {name: {"bundles": loop.own(), "spills": loop.spills()} for name, loop in self.kernels.items()}
-        return {**{key: value for key, value in asdict(self).items() if key != "kernels"}, "kernels": kernels}
 
 
 def prepare(dump: Path) -> None:
@@ -117,9 +85,9 @@ def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool)
     try:
         compiled = compile_for(chip, built)
     except UnsupportedCase as error:
-        return _failed(name, started_s, Failing.UNSUPPORTED, error.why)
+        return failed(name, started_s, Failing.UNSUPPORTED, error.why)
     except Exception as error:  # whatever the compiler says is the finding
-        return _failed(name, started_s, Failing.COMPILER, f"{type(error).__name__}: {error}"[:2000])
+        return failed(name, started_s, Failing.COMPILER, f"{type(error).__name__}: {error}"[:2000])
     seconds = round(time.monotonic() - started_s, 2)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     kernels = read_dump(dump, hlo.kernel_names(text, TARGET))
@@ -156,7 +124,3 @@ def copies(text: str, built: Built) -> list[str]:
             for shape in instruction.shapes
         )
     ]
-
-
-def _failed(name: str, started_s: float, failing: Failing, what: str) -> Outcome:
-    return Outcome(name=name, seconds=round(time.monotonic() - started_s, 2), failures=((failing, what),))

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from headrace.pallas_kernels.chips import CHIPS, MIB
 from tests.aot.matrix import PAGE_TOKENS, Built, Entry, Operation, array, build
-from tests.aot.tpu import Failing
+from tests.aot.outcome import Failing
 
 CHIP = "v6e"
 LIVE_VALUES = 160

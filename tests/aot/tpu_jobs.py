@@ -1,12 +1,11 @@
 """What a worker process runs: imported there, after libtpu's variables are set."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from tests.aot import matrix, steps, tpu, tpu_faults
 from tests.aot.matrix import ATTENTION, Entry
+from tests.aot.outcome import Outcome, of_fault
 from tests.aot.steps import WholeStep
-from tests.aot.tpu import Failing, Outcome
 
 
 def entry(of: Entry, dump: Path) -> Outcome:
@@ -22,7 +21,4 @@ def fault(name: str, dump: Path) -> Outcome:
     """A planted fault: no failures where its check found it, else what is wrong with the check."""
     make, failing, word = tpu_faults.FAULTS[name]
     outcome = tpu.check(name, tpu_faults.CHIP, make(), dump, needs_kernel=True)
-    if any(check is failing and word in what.lower() for check, what in outcome.failures):
-        return replace(outcome, failures=())
-    missed = (Failing.MISSED, f"the check {failing} did not find it; found: {outcome.failures or 'nothing'}")
-    return replace(outcome, failures=(missed,))
+    return of_fault(outcome, failing, word)

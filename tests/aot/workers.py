@@ -1,5 +1,6 @@
 """Compilations in processes of their own: a compiler that dies takes one of them down, and is reported."""
 
+import functools
 import multiprocessing
 import tempfile
 import threading
@@ -10,13 +11,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from tests.aot import tpu
-from tests.aot.tpu import Failing, Outcome
+from tests.aot.outcome import Failing, Outcome, failed
 
-JOB_LIMIT_S = 600.0
+JOB_LIMIT_S = 900.0
 SHARED_MEMORY = Path("/dev/shm")
 Job = Callable[[Path], Outcome]
-"""Compiles something, given the folder of libtpu's dump. It is pickled: a function of a module, or a partial of one."""
+"""Compiles something, given a folder for the compiler's dump. It is pickled: a function of a module, or a partial."""
+Prepare = Callable[[Path], None]
+"""Comes first in a process, with that folder."""
+
+
+def no_preparation(dump: Path) -> None:
+    """For compilers whose dump is asked for with each compilation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,7 @@ class Named:
     job: Job
 
 
-def run(jobs: Sequence[Named], num_workers: int) -> Iterator[Outcome]:
+def run(jobs: Sequence[Named], num_workers: int, prepare: Prepare) -> Iterator[Outcome]:
     """Outcomes as they come, one for each job."""
     waiting: SimpleQueue[Named] = SimpleQueue()
     for job in jobs:
@@ -37,14 +43,20 @@ def run(jobs: Sequence[Named], num_workers: int) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory(
         prefix="headrace-aot-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     ) as dumps:
-        yield from _outcomes(waiting, done, len(jobs), min(num_workers, len(jobs)), Path(dumps))
+        start = functools.partial(_Worker, prepare=prepare)
+        yield from _outcomes(waiting, done, len(jobs), min(num_workers, len(jobs)), Path(dumps), start)
 
 
 def _outcomes(
-    waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]", num_jobs: int, num_workers: int, dumps: Path
+    waiting: "SimpleQueue[Named]",
+    done: "SimpleQueue[Outcome]",
+    num_jobs: int,
+    num_workers: int,
+    dumps: Path,
+    start: "Callable[[Path], _Worker]",
 ) -> Iterator[Outcome]:
     threads = [
-        threading.Thread(target=_serve, args=(waiting, done, dumps / str(index)), daemon=True)
+        threading.Thread(target=_serve, args=(waiting, done, dumps / str(index), start), daemon=True)
         for index in range(num_workers)
     ]
     for thread in threads:
@@ -55,7 +67,9 @@ def _outcomes(
         thread.join()
 
 
-def _serve(waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]", dump: Path) -> None:
+def _serve(
+    waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]", dump: Path, start: "Callable[[Path], _Worker]"
+) -> None:
     """One thread for each process."""
     worker = None
     while True:
@@ -63,23 +77,22 @@ def _serve(waiting: "SimpleQueue[Named]", done: "SimpleQueue[Outcome]", dump: Pa
             named = waiting.get_nowait()
         except Empty:
             break
-        worker = worker or _Worker(dump)
+        worker = worker or start(dump)
         started_s = time.monotonic()
         outcome = worker.do(named)
         if outcome is None:
-            seconds = round(time.monotonic() - started_s, 2)
-            failure = (Failing.COMPILER, f"the compiler's process {worker.end()}")
-            outcome, worker = Outcome(name=named.name, seconds=seconds, failures=(failure,)), None
+            what = f"the compiler's process {worker.end()}"
+            outcome, worker = failed(named.name, started_s, Failing.COMPILER, what), None
         done.put(outcome)
     if worker:
         worker.end()
 
 
 class _Worker:
-    def __init__(self, dump: Path) -> None:
+    def __init__(self, dump: Path, prepare: Prepare) -> None:
         context = multiprocessing.get_context("spawn")  # forked, it would share this process's JAX
         self._here, there = context.Pipe()
-        self._process = context.Process(target=_work, args=(there, dump), daemon=True)
+        self._process = context.Process(target=_work, args=(there, dump, prepare), daemon=True)
         self._process.start()
         there.close()
 
@@ -105,8 +118,8 @@ class _Worker:
         return f"ended with {self._process.exitcode}"
 
 
-def _work(pipe: Connection, dump: Path) -> None:
-    tpu.prepare(dump)
+def _work(pipe: Connection, dump: Path, prepare: Prepare) -> None:
+    prepare(dump)
     try:
         while True:
             pipe.send(pipe.recv()(dump))

@@ -113,7 +113,10 @@ def check(case: AttentionCase, with_kernels: Kernels) -> None:
 def check_pool(case: AttentionCase, inputs: AttentionInputs, before: KVPool, pool: KVPool) -> None:
     """Bit for bit what it was, with this step's tokens in it."""
     after = stored_after(case, replace(inputs, pool=before))
-    bits = lambda array: array.view(f"u{array.dtype.itemsize}")  # noqa: E731
+
+    def bits(array: np.ndarray) -> np.ndarray:
+        return np.asarray(array).view(f"u{array.dtype.itemsize}")
+
     np.testing.assert_array_equal(bits(pool.pages_RKWC), bits(after.pages_RKWC))
     if after.scale_RK2W is not None:
         np.testing.assert_array_equal(bits(pool.scale_RK2W), bits(after.scale_RK2W))
