@@ -26,10 +26,6 @@ RESTART_LIMIT_S = 15.0
 OPTIONS = ("--max-streams", "8", "--context", "1024")
 
 
-def engine_of(server: LiveServer) -> psutil.Process:
-    return psutil.Process(server.process.pid).children()[0]
-
-
 def readiness(server: LiveServer) -> int | None:
     """Status of /readyz; None when the server is gone."""
     try:
@@ -61,7 +57,7 @@ async def break_engine(server: LiveServer, sign: signal.Signals, limit_s: float)
     async with StreamClient(server.stream_url) as client:
         histories = await start_streams(client, 500)
         hit_s = time.monotonic()
-        engine_of(server).send_signal(sign)
+        server.engine.send_signal(sign)
         not_ready_s = await until(lambda: readiness(server) != 200, limit_s)
         await asyncio.wait_for(asyncio.gather(*(h.ended.wait() for h in histories)), limit_s)
         ends = [history.frames[-1] for history in histories]

@@ -8,6 +8,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 READY_TIMEOUT_S = 240.0
 """A cold compile on two loaded cores; warm starts take seconds."""
 DRAIN_TIMEOUT_S = 60.0
@@ -28,6 +30,10 @@ class LiveServer:
     def stream_url(self) -> str:
         return self.url.replace("http", "ws", 1) + "/v1/stream"
 
+    @property
+    def engine(self) -> psutil.Process:
+        return child_of(self.process.pid, "engine_process")
+
     def stop(self) -> int:
         """Ask it to drain and return its exit code; a server that does not end is killed and fails the test."""
         self.process.send_signal(signal.SIGTERM)
@@ -37,6 +43,12 @@ class LiveServer:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"the server did not end in {DRAIN_TIMEOUT_S} s:\n{self.log.read_text()}") from None
+
+
+def child_of(pid: int, module: str) -> psutil.Process:
+    """The child that runs a module of serving/app."""
+    [child] = [c for c in psutil.Process(pid).children() if f"headrace.serving.app.{module}" in c.cmdline()]
+    return child
 
 
 def start_server(log: Path, *options: str, ready_timeout_s: float = READY_TIMEOUT_S) -> LiveServer:

@@ -10,23 +10,24 @@ import contextlib
 import logging
 import signal
 import ssl
-from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import version
 
 import click
 from rich.console import Console
 from starlette.types import ASGIApp
 
-from headrace.model.chat_template import ChatTemplate, load_chat_template
 from headrace.model.config import ModelConfig
 from headrace.model.config_files import read_config
-from headrace.model.tokenizer import Tokenizer, load_tokenizer
 from headrace.serving.app.build import check, engine_launch
+from headrace.serving.app.bulk_process import bulk_launch
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.options import ServeOptions
+from headrace.serving.app.text_tools import TextOptions, TextTools, load_text_tools
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.app import build_app
+from headrace.serving.edge.bulk_encoder import BulkEncoder
 from headrace.serving.edge.engine_client import EngineClient, EngineStartError
 from headrace.serving.edge.keys import KeyRing
 from headrace.serving.edge.messages import CloseCode
@@ -40,14 +41,6 @@ from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
 from headrace.serving.engine.messages import Starting
 
 log = logging.getLogger("headrace.serve")
-
-
-@dataclass(frozen=True, slots=True)
-class TextTools:
-    """Between text and token ids. template: None for a model without one, which has no chat."""
-
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
 
 
 class RunningRequests:
@@ -110,12 +103,15 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
         tcp_user_timeout_s=options.heartbeat_s,
     )
     engine = EngineClient(engine_launch(options.engine), restart=options.restart_engine)
-    with bind(config) as listener:
+    text = TextOptions(model=str(options.model_path), vocab_size=model.vocab_size, now=datetime.now())
+    with bind(config) as listener, contextlib.ExitStack() as stack:
         try:
-            tools = await _start(engine, options, model, console)
+            tools = await _start(engine, text, model, console)
             if tools is None:
                 return ExitCode.CLEAN
-            service = _service(options, model, engine, tools)
+            bulk = stack.enter_context(contextlib.closing(BulkEncoder(bulk_launch(text, tools))))
+            bulk.start()  # It loads what it needs beside the first requests.
+            service = _service(options, model, engine, tools, bulk)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
@@ -136,7 +132,7 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
             await engine.stop()
 
 
-async def _start(engine: EngineClient, options: ServeOptions, model: ModelConfig, console: Console) -> TextTools | None:
+async def _start(engine: EngineClient, text: TextOptions, model: ModelConfig, console: Console) -> TextTools | None:
     """Start the engine and load the tokenizer meanwhile. None when a signal came first. Raises EngineStartError."""
     loop = asyncio.get_running_loop()
     signalled = asyncio.Event()
@@ -145,7 +141,7 @@ async def _start(engine: EngineClient, options: ServeOptions, model: ModelConfig
     with ProgressDisplay(console) as display:
         engine.on_progress(lambda sign: _show(display, sign))
         await engine.start()
-        starting = asyncio.gather(asyncio.to_thread(_text_tools, options, model), engine.wait_ready())
+        starting = asyncio.gather(asyncio.to_thread(load_text_tools, text), engine.wait_ready())
         stopped = asyncio.create_task(signalled.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -164,12 +160,9 @@ def _show(display: ProgressDisplay, sign: Starting) -> None:
     display.update(sign.what, sign.done, sign.total)
 
 
-def _text_tools(options: ServeOptions, model: ModelConfig) -> TextTools:
-    tokenizer = load_tokenizer(options.model_path, model_vocab_size=model.vocab_size)
-    return TextTools(tokenizer, load_chat_template(options.model_path))
-
-
-def _service(options: ServeOptions, model: ModelConfig, engine: EngineClient, tools: TextTools) -> Service:
+def _service(
+    options: ServeOptions, model: ModelConfig, engine: EngineClient, tools: TextTools, bulk: BulkEncoder
+) -> Service:
     config = ServiceConfig(
         model_names=(options.model_name,),
         vocab_size=model.vocab_size,
@@ -179,7 +172,7 @@ def _service(options: ServeOptions, model: ModelConfig, engine: EngineClient, to
         max_queued_prompt_tokens=options.engine.max_queued_prompt_tokens,
         allow_unknown_fields=options.allow_unknown_fields,
     )
-    return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template)
+    return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
 
 
 def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -> tuple[ASGIApp, StreamEndpoint]:

@@ -26,6 +26,7 @@ from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.metrics import EngineView, Metrics
 from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
+from headrace.serving.edge.prompt_ids import PromptEncoder
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready
 
@@ -99,6 +100,7 @@ class Service:
         engine: EnginePort,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        bulk: PromptEncoder | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,7 +108,7 @@ class Service:
         self.engine = engine
         self.created = int(time.time())
         self.metrics = metrics or Metrics(config.model_names[0], engine)
-        self.preparation = Preparation(tokenizer, template, max_prompt_bytes=config.max_prompt_bytes)
+        self.preparation = Preparation(tokenizer, template, max_prompt_bytes=config.max_prompt_bytes, bulk=bulk)
         self._tokenizer = tokenizer
         self._template_hash = template.content_hash if template else ""
         self._clock = clock

@@ -22,7 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 from headrace.serving.app.build import FakeOptions
 from headrace.serving.edge.keys import digest_line, new_key
 from headrace.serving.edge.server import ExitCode
-from tests.live import LiveServer, start_command
+from tests.live import LiveServer, child_of, start_command
 
 VOCAB_SIZE = 49152
 WAIT_S = 60.0
@@ -100,11 +100,6 @@ def open_stream() -> Iterator[Callable[[LiveServer, int], Stream]]:
 OpenStream = Callable[[LiveServer, int], Stream]
 
 
-def engine_of(server: LiveServer) -> psutil.Process:
-    [engine] = psutil.Process(server.process.pid).children()
-    return engine
-
-
 def until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + WAIT_S
     while not condition():
@@ -123,7 +118,7 @@ def mapped(pid: int) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_only_the_engine_process_has_jax(live_server: LiveServer) -> None:
-    assert "jaxlib" in mapped(engine_of(live_server).pid)
+    assert "jaxlib" in mapped(live_server.engine.pid)
     assert "jaxlib" not in mapped(live_server.process.pid)
 
 
@@ -175,7 +170,7 @@ def test_a_signal_while_it_starts(tmp_path: Path, smollm2_path: Path) -> None:
     assert process.stdout is not None and process.stderr is not None
     seen = next(line for line in process.stderr if "loading weights" in line or "Error" in line)
     assert "loading weights" in seen
-    [engine] = psutil.Process(process.pid).children()
+    engine = child_of(process.pid, "engine_process")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out) == (0, "")
@@ -215,7 +210,7 @@ def test_a_second_signal_ends_at_once(start_fake: StartFake, open_stream: OpenSt
 def test_a_killed_engine_ends_every_stream_and_the_server(start_fake: StartFake, open_stream: OpenStream) -> None:
     server = start_fake()
     streams = [open_stream(server, 1900) for _ in range(8)]
-    engine_of(server).kill()
+    server.engine.kill()
     for stream in streams:
         end = stream.end()
         assert (end["type"], end["status"], end["error"]["code"]) == ("error", 503, "engine_lost")
@@ -225,7 +220,7 @@ def test_a_killed_engine_ends_every_stream_and_the_server(start_fake: StartFake,
 def test_a_killed_engine_comes_back_where_asked_to(start_fake: StartFake, open_stream: OpenStream) -> None:
     server = start_fake(restart_engine=True)
     stream = open_stream(server, 1900)
-    engine_of(server).kill()
+    server.engine.kill()
     assert stream.end()["error"]["code"] == "engine_lost"
     assert httpx.get(server.url + "/readyz").status_code == 503
     assert httpx.get(server.url + "/livez").status_code == 200
@@ -285,6 +280,6 @@ def test_sockets_and_streams_are_counted(start_fake: StartFake, open_stream: Ope
 
 def test_nothing_is_left_behind(start_fake: StartFake) -> None:
     server = start_fake()
-    engine = engine_of(server)
+    engine = server.engine
     assert server.stop() == ExitCode.CLEAN
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
