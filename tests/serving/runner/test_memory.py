@@ -95,13 +95,14 @@ def test_temporaries_do_not_depend_on_the_number_of_pages(bucket: int) -> None:
 
 
 def test_temporaries_that_do_are_a_line() -> None:
-    """XLA:CPU converts a pool of bfloat16 to float32 and back, where the pages are not held as integers."""
+    """XLA:CPU of JAX 0.10 converts a pool of bfloat16 to float32 and back, where the pages are not held as integers; in
+    JAX 0.12 nothing grows here, a line as well."""
     backend = replace(BACKENDS["bfloat16"], kv_as_bits=False)
     small, large, found = (
         analysis(TINY, replace(CONFIG, num_pages=pages), backend).temporary for pages in (1000, 2000, 9000)
     )
     growth = (large - small) // 1000
-    assert growth >= CONFIG.page_size * TINY.num_kv_heads * 2 * TINY.head_dim * 4
+    assert growth in (0, TINY.num_layers * CONFIG.page_size * TINY.num_kv_heads * 2 * TINY.head_dim * 4)
     assert found == pytest.approx(small + growth * 8000, rel=0.02)
 
 
