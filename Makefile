@@ -43,8 +43,9 @@ venv-dev: python
 serve: venv
 	@exec $(BIN)/headrace serve $(ARGS)
 
+# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures.
 test: venv-dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: venv-dev typecheck
 	$(BIN)/ruff check .
