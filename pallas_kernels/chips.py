@@ -114,3 +114,7 @@ def chip_of(device_kind: str) -> Chip:
             return chip
     known = ", ".join(kind for chip in CHIPS.values() for kind in chip.device_kinds)
     raise UnsupportedCase(f"no kernels were compiled for {device_kind!r}; known: {known}")
+
+
+NO_BFLOAT16_VECTORS = ("v5e", "v5p")
+"""TPUs whose vector unit knows float32 only: bfloat16 is unpacked for it and packed again, 8 bits are widened twice."""

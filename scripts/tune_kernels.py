@@ -62,13 +62,13 @@ class Task:
     tile_bytes: Callable[[Any], int]
 
 
-def quant_tasks() -> Iterator[Task]:
+def quant_tasks(chip: str) -> Iterator[Task]:
     """Group-quantized cases; one scale per column has no blocks."""
     for case in quant_cases.MODEL_CASES:
         if case.group is None:
             continue
         shape = case.rows, case.contraction, case.columns, case.bits, case.group, jnp.dtype(case.x_dtype)
-        first = quant.heuristic(*shape)
+        first = quant.heuristic(*shape, chip)
         factors = array((case.contraction // case.group, case.columns), case.scale_dtype)
         values = array((case.contraction, case.columns), f"int{case.bits}")
         weight = GroupQuant(values, factors, factors if case.affine else None, group=case.group)
@@ -205,7 +205,7 @@ def main() -> int:
     if not options.time and chip.clock_hz is None:
         print(f"tune_kernels: no clock of {chip.name} is known, so that bundles give no time; --time", file=sys.stderr)
         return 2
-    tasks = [task for task in (*quant_tasks(), *grouped_tasks()) if options.only.search(task.name)]
+    tasks = [task for task in (*quant_tasks(chip.name), *grouped_tasks()) if options.only.search(task.name)]
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.time:
         if jax.devices()[0].device_kind not in chip.device_kinds:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from headrace.pallas_kernels.block_sizes import pick
-from headrace.pallas_kernels.chips import CHIPS, MIB
+from headrace.pallas_kernels.chips import CHIPS, MIB, NO_BFLOAT16_VECTORS
 from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.types import Implementation, Kernels, KVPool, UnsupportedCase
 
@@ -14,15 +14,19 @@ SUBLANES, LANES = 8, 128
 SMEM_BYTES = 1 * MIB
 """Scalar memory of every TPU generation since v4; the compiler and the pipeline need some of it themselves."""
 SMEM_RESERVE_BYTES = 64 << 10
+MOST_8_BIT_PAGES = 8
+"""Of a key block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBlocks:
-    """block_pages: pages that one key block holds. group: sequences of one grid step. slots: key blocks in VMEM."""
+    """block_pages: pages that one key block holds. group: sequences of one grid step. slots: key blocks in VMEM.
+    rows: query heads whose scores of a block are computed together, if whole key heads and registers can be cut so."""
 
     block_pages: int
     group: int = 8
     slots: int = 4
+    rows: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +99,12 @@ def decode_shape(rows: int, table_pages: int, num_heads: int, q_dtype: jnp.dtype
 
 def pick_blocks(shape: DecodeShape, kernels: Kernels) -> DecodeBlocks:
     """Explicit, tuned, or by the heuristic; checked against the chip. Raises: UnsupportedCase."""
-    blocks = pick(kernels, DecodeBlocks, "paged_attention_decode", shape.key, lambda: heuristic(shape))
+    blocks = pick(kernels, DecodeBlocks, "paged_attention_decode", shape.key, lambda: heuristic(shape, kernels.chip))
     check(shape, blocks, kernels)
     return blocks
 
 
-def heuristic(shape: DecodeShape) -> DecodeBlocks:
+def heuristic(shape: DecodeShape, chip: str | None) -> DecodeBlocks:
     """Key blocks of 512 tokens (1,024 where those are under 512 KiB, fewer where they pass 4 MiB), of which 4 are in
     VMEM; 8 sequences to a step.
 
@@ -110,12 +114,32 @@ def heuristic(shape: DecodeShape) -> DecodeBlocks:
     win nothing by it; with one key head blocks of 1,024 cost 10% less in all. The sequences of a step share its own
     work, and their chains of operations fill each other's gaps. A model of one queue of copies, which takes 0.6 us to
     begin each, says that 2 blocks in VMEM cost 59% over the copies alone, 3 cost 18% and 4 cost 10%.
+
+    The rest keeps what is computed together within 64 registers, by spills and fills that libtpu 0.0.42.1 reported.
+    One head of 64 or 256 spilled with 1,024 tokens (bfloat16: 2, fp8: 30, int8 on v5e: 5); with 512 it takes up to
+    7% more bundles. 8 heads of 256 in 8 bits spilled with 512 tokens (int8 on v5e: 79, fp8 on v6e: 19); with 256
+    they take up to 5% more. Pages of 8 bits bring factors: 32 query heads at once spilled on chips that widen 8
+    bits by way of float32 (8 heads of 128 on v5e: 48), and on all chips where the factors of short pages are moved
+    to their lanes (v6e, pages of 32: 82 in int8, 118 in fp8). 16 at once take 5% more on v5e (1,018 a block for
+    965), so other pages keep 32. 16 pages of 32 tokens spilled even so (v5p: 6), and are a block of 8.
     """
-    tokens = 1024 if 512 * shape.token_bytes < 512 << 10 else 512
-    while tokens > shape.page_tokens and tokens * shape.token_bytes > 4 * MIB:
+    is_8_bit = shape.compute_dtype.itemsize > jnp.dtype(shape.kv_dtype).itemsize
+    is_lone = shape.num_kv_heads == 1 and shape.head_dim != LANES
+    tokens = 1024 if 512 * shape.token_bytes < 512 << 10 and not is_lone else 512
+    most_bytes = MIB if is_8_bit and shape.head_dim > LANES else 4 * MIB
+    while tokens > shape.page_tokens and tokens * shape.token_bytes > most_bytes:
         tokens //= 2
-    pages = max(1, min(tokens // shape.page_tokens, shape.table_pages))
-    return DecodeBlocks(block_pages=pages, group=min(8, max(shape.rows, 1)))
+    pages = max(1, min(tokens // shape.page_tokens, shape.table_pages, MOST_8_BIT_PAGES if is_8_bit else tokens))
+    needs_few_rows = is_8_bit and (chip in NO_BFLOAT16_VECTORS or shape.page_tokens < LANES)
+    return DecodeBlocks(block_pages=pages, group=min(8, max(shape.rows, 1)), rows=16 if needs_few_rows else 32)
+
+
+def heads_at_once(shape: DecodeShape, blocks: DecodeBlocks) -> int:
+    """Key heads whose query heads are computed together: the most that divide them all and whose query heads fill whole
+    registers; if those are too many, the fewest."""
+    heads, per_head = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    sizes = [size for size in range(1, heads) if heads % size == 0 and size * per_head % SUBLANES == 0]
+    return max((size for size in [*sizes, heads] if size * per_head <= blocks.rows), default=min([*sizes, heads]))
 
 
 def num_groups(shape: DecodeShape, blocks: DecodeBlocks) -> int:

@@ -8,6 +8,7 @@ arrive, get their row, and go back: a copy cannot address one row of a page.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from headrace.pallas_kernels.paged_attention.decode_blocks import (
     SUBLANES,
     DecodeShape,
     decode_shape,
+    heads_at_once,
     num_groups,
     pick_blocks,
     vmem_bytes,
@@ -229,12 +231,12 @@ def _products(left: Array, of_head: Callable[[int], Array], contract: tuple[int,
     return _of_heads(lambda k, first, end: results[k][first - firsts[k] : end - firsts[k]], shape)
 
 
-def _logits(static: Static, score: Array, factor: Array | float) -> Array:
-    """Scores times factor (which holds the scale), capped, in powers of two: exp2 takes them."""
+def _logits(static: Static, score: Array, scales: Array | None = None) -> Array:
+    """Scores, times the scales of their keys, scaled and capped, in powers of two: exp2 takes them."""
     cap = static.spec.soft_cap
-    if cap is None:
-        return score * (factor * LOG2_E)
-    return jnp.tanh(score * (factor * (1 / cap))) * (cap * LOG2_E)
+    constant = static.spec.scale * LOG2_E if cap is None else static.spec.scale / cap
+    scaled = score * (constant if scales is None else scales * constant)
+    return scaled if cap is None else jnp.tanh(scaled) * (cap * LOG2_E)
 
 
 def _start_state(static: Static, q: Array, value: Ref, sinks: Ref, u: int, scratch: Scratch) -> None:
@@ -244,7 +246,7 @@ def _start_state(static: Static, q: Array, value: Ref, sinks: Ref, u: int, scrat
     key = _rows(lambda k: value[k : k + 1, :lanes], shape)
     acc = _rows(lambda k: value[k : k + 1, shape.row_width - lanes :], shape)
     score = jnp.sum(q.astype(jnp.float32) * key, axis=1, keepdims=True)
-    top = jnp.broadcast_to(_logits(static, score, static.spec.scale), (shape.num_heads, LANES))
+    top = jnp.broadcast_to(_logits(static, score), (shape.num_heads, LANES))
     total = jnp.ones_like(top)
     if sinks is not None:
         logit, top = top, jnp.maximum(top, sinks[...])
@@ -255,42 +257,51 @@ def _start_state(static: Static, q: Array, value: Ref, sinks: Ref, u: int, scrat
 
 
 def _attend(static: Static, items: Items, item: Array, q: Array, u: Array, scratch: Scratch) -> None:
-    """One key block into the state of its sequence. All heads at once: rows of scores are query heads."""
-    shape, slot, lanes = static.shape, items.slot(item), static.shape.key_width
+    """One key block into the state of its sequence, in pieces of as many heads as registers take."""
+    heads = heads_at_once(static.shape, static.blocks)
+    for head in range(0, static.shape.num_kv_heads, heads):
+        _attend_heads(static, range(head, head + heads), items, item, q, u, scratch)
+
+
+def _attend_heads(
+    static: Static, heads: range, items: Items, item: Array, q: Array, u: Array, scratch: Scratch
+) -> None:
+    """Of some key heads and their query heads, all at once: rows of scores are query heads."""
+    per_head = static.shape.num_heads // static.shape.num_kv_heads
+    shape = replace(static.shape, num_heads=len(heads) * per_head, num_kv_heads=len(heads))
+    slot, lanes = items.slot(item), shape.key_width
+    state = (u, slice(heads.start * per_head, heads.stop * per_head))
 
     def rows(k: int, first: int, end: int) -> Array:
-        return (
-            scratch.kv[slot, :, k, :, first:end].reshape(static.block_tokens, end - first).astype(shape.compute_dtype)
-        )
+        stored = scratch.kv[slot, :, heads[k], :, first:end]
+        return stored.reshape(static.block_tokens, end - first).astype(shape.compute_dtype)
 
-    score = _products(q.astype(jnp.float32), lambda k: rows(k, 0, lanes), (1, 1), shape)
+    score = _products(q[state[1]].astype(jnp.float32), lambda k: rows(k, 0, lanes), (1, 1), shape)
     first, end = items.live_tokens(item)
     token = lax.broadcasted_iota(jnp.int32, score.shape, 1)
     is_seen = token < end
     if static.spec.window is not None:
         is_seen &= token >= first
-    factor: Array | float = static.spec.scale
-    if shape.is_quantized:
-        factor = _scales(static, scratch, slot, 0) * factor
-    logit = jnp.where(is_seen, _logits(static, score, factor), LOWEST)
-    old_top = scratch.top[u]
+    key_scales = _scales(static, shape, heads, scratch, slot, 0) if shape.is_quantized else None
+    logit = jnp.where(is_seen, _logits(static, score, key_scales), LOWEST)
+    old_top = scratch.top[state]
     top = jnp.maximum(old_top, jnp.max(logit, axis=1, keepdims=True))
     weight = jnp.exp2(logit - top[:, :1])
     keep = jnp.exp2(old_top - top)
-    scratch.top[u] = top
-    scratch.total[u] = scratch.total[u] * keep + jnp.sum(weight, axis=1, keepdims=True)
+    scratch.top[state] = top
+    scratch.total[state] = scratch.total[state] * keep + jnp.sum(weight, axis=1, keepdims=True)
     if shape.is_quantized:
         # A stale scale may be NaN, and 0 * NaN is not 0.
-        weight = jnp.where(is_seen, weight * _scales(static, scratch, slot, 1), 0)
+        weight = jnp.where(is_seen, weight * _scales(static, shape, heads, scratch, slot, 1), 0)
     value = _products(weight, lambda k: rows(k, shape.row_width - lanes, shape.row_width), (1, 0), shape)
-    scratch.acc[u] = scratch.acc[u] * keep[:, :1] + value
+    scratch.acc[state] = scratch.acc[state] * keep[:, :1] + value
 
 
-def _scales(static: Static, scratch: Scratch, slot: Array, which: int) -> Array:
-    """[N, tokens]: scales of a block's keys (0) or values (1) for every query head."""
+def _scales(static: Static, shape: DecodeShape, heads: range, scratch: Scratch, slot: Array, which: int) -> Array:
+    """[N, tokens]: scales of a block's keys (0) or values (1) for the query heads of some key heads, of that shape."""
     pages = range(static.blocks.block_pages)
 
     def of_head(k: int) -> Array:
-        return jnp.concatenate([scratch.scale[slot, page, k, which : which + 1] for page in pages], axis=1)
+        return jnp.concatenate([scratch.scale[slot, page, heads[k], which : which + 1] for page in pages], axis=1)
 
-    return _rows(of_head, static.shape)
+    return _rows(of_head, shape)

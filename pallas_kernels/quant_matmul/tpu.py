@@ -2,6 +2,9 @@
 
 One scale per column needs no kernel: XLA converts the integers inside the product and scales its result. Of a weight in
 groups XLA would write a dequantized copy to HBM, four times the bytes of int4; the kernel dequantizes tiles in VMEM.
+
+A weight in groups with 64 columns must lie row-major (``jax.experimental.layout.Layout((0, 1))``): by default v5p and
+TPU7x put its rows along lanes, and XLA then copies all of it before the kernel. No model that is served calls this yet.
 """
 
 import functools
@@ -14,15 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from headrace.pallas_kernels.block_sizes import pick
-from headrace.pallas_kernels.chips import CHIPS, MIB
+from headrace.pallas_kernels.chips import CHIPS, MIB, NO_BFLOAT16_VECTORS
 from headrace.pallas_kernels.types import GroupQuant, Kernels, UnsupportedCase
 
 LANES = 128
 SCALE_ROWS = 8
 """Rows of a tile of scales: a loop over the weight steps by whole ones."""
-NO_BFLOAT16_VECTORS = ("v5e", "v5p")
-"""Chips whose vector unit knows float32 only: a bfloat16 product would be unpacked and packed again (2,141 bundles for
-1,024 x 1,024 values of int4 in 32, against 1,251 in float32; v6e in bfloat16: 575)."""
 WEIGHT_TILE_BYTES = 2 * MIB
 """Of the weight in one grid step: 1.3 us of HBM time on v6e, which hides the cost of a step; so small that the first
 tile, which nothing hides, is a few percent of the call."""
@@ -33,6 +33,11 @@ LOOP_VALUES = {jnp.dtype(jnp.bfloat16): 1 << 19, jnp.dtype(jnp.float32): 1 << 16
 """Values of the weight that one iteration dequantizes, by type of x. More spill registers (v6e, int4 in 32, 1,024
 columns: 24 spills at 1,024 rows, none at 512); fewer pay the loop's entry more often (170 bundles for 256 rows, 323 for
 512)."""
+LOOP_ROWS = 512
+"""At most in wide tiles, which spilled registers with 1,024 (v6e, 512 columns: 22) and 2,048 (v5e, 256 columns: 102).
+It costs 8% and 14% more bundles; 1,024 rows of 256 columns on v5e still spilled 18."""
+WIDE_COLUMNS, WIDE_COLUMNS_IN_FLOAT32 = 512, 256
+"""What is wide: by whether a chip scales the values in bfloat16 or in float32."""
 MAX_ROWS = 512
 """Rows of x that share one dequantization: as many as the model steps of a prefill chunk bring."""
 
@@ -98,6 +103,8 @@ def _in_groups(x_MK: jax.Array, weight: GroupQuant, kernels: Kernels) -> jax.Arr
             _multiply_tile,
             group=weight.group,
             loop_rows=blocks.loop_rows,
+            # Without bfloat16 vectors 1,024 x 1,024 values of int4 in 32 take 2,141 bundles in bfloat16 and 1,251 in
+            # float32; v6e in bfloat16: 575.
             product_dtype=jnp.float32 if kernels.chip in NO_BFLOAT16_VECTORS else x_MK.dtype,
         ),
         grid=grid,
@@ -189,7 +196,7 @@ def block_sizes(rows: int, weight: GroupQuant, x_dtype: jnp.dtype, kernels: Kern
     """Explicit, tuned, or the heuristic's."""
     contraction, columns = weight.values_KN.shape
     shape = rows, contraction, columns, jnp.iinfo(weight.values_KN.dtype).bits, weight.group, x_dtype
-    return pick(kernels, QuantBlocks, "quant_matmul", tuned_key(*shape), lambda: heuristic(*shape))
+    return pick(kernels, QuantBlocks, "quant_matmul", tuned_key(*shape), lambda: heuristic(*shape, kernels.chip))
 
 
 def tuned_key(rows: int, contraction: int, columns: int, bits: int, group: int, x_dtype: jnp.dtype) -> str:
@@ -199,17 +206,22 @@ def tuned_key(rows: int, contraction: int, columns: int, bits: int, group: int, 
     return f"rows={bucket} contraction={contraction} columns={columns} bits={bits} group={group} x={x}"
 
 
-def heuristic(rows: int, contraction: int, columns: int, bits: int, group: int, x_dtype: jnp.dtype) -> QuantBlocks:
+def heuristic(
+    rows: int, contraction: int, columns: int, bits: int, group: int, x_dtype: jnp.dtype, chip: str | None
+) -> QuantBlocks:
     """The whole contraction in one tile, so that no partial result leaves VMEM; as many columns as fill
     WEIGHT_TILE_BYTES, and of the sizes near that one which divides the columns."""
     itemsize = jnp.dtype(x_dtype).itemsize
     row_tile = 32 // itemsize
     most_rows = min(MAX_ROWS, X_TILE_BYTES // (itemsize * contraction) // row_tile * row_tile)
     tile_columns = wide_columns(contraction * bits / 8, columns)
+    wanted_loop_rows = max(1, LOOP_VALUES[jnp.dtype(x_dtype)] // tile_columns)
+    if tile_columns >= (WIDE_COLUMNS_IN_FLOAT32 if chip in NO_BFLOAT16_VECTORS else WIDE_COLUMNS):
+        wanted_loop_rows = min(LOOP_ROWS, wanted_loop_rows)
     return QuantBlocks(
         rows=min(max(most_rows, row_tile), -(-rows // row_tile) * row_tile),
         columns=tile_columns,
-        loop_rows=_loop_rows(contraction, group, max(1, LOOP_VALUES[jnp.dtype(x_dtype)] // tile_columns)),
+        loop_rows=_loop_rows(contraction, group, wanted_loop_rows),
     )
 
 

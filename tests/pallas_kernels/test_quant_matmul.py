@@ -185,9 +185,10 @@ class TestTpu:
         with pytest.raises(UnsupportedCase, match="VMEM"):
             jax.eval_shape(functools.partial(api.quant_matmul, kernels=self.kernels(blocks)), *shapes)
 
+    @pytest.mark.parametrize("chip", ["v5e", "v6e"])
     @pytest.mark.parametrize("case", [case for case in MODEL_CASES if case.group], ids=lambda case: case.name)
-    def test_the_heuristic_fits_models(self, case: QuantCase) -> None:
-        blocks = heuristic(case.rows, case.contraction, case.columns, case.bits, case.group_rows, case.x_dtype)
+    def test_the_heuristic_fits_models(self, case: QuantCase, chip: str) -> None:
+        blocks = heuristic(case.rows, case.contraction, case.columns, case.bits, case.group_rows, case.x_dtype, chip)
         assert case.contraction % blocks.loop_rows == 0 == blocks.loop_rows % case.group_rows
         assert blocks.columns % 128 == 0 or blocks.columns == case.columns
         steps = case.contraction // blocks.loop_rows

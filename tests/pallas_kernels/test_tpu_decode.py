@@ -14,6 +14,7 @@ from headrace.pallas_kernels.paged_attention.decode_blocks import (
     DecodeBlocks,
     decode_shape,
     decode_trips,
+    heads_at_once,
     pick_blocks,
 )
 from headrace.pallas_kernels.paged_attention.decode_work import list_work
@@ -76,6 +77,18 @@ CASES = (
         decode_lens=(129, 300),
     ),
 )
+PIECES = AttentionCase(
+    name="pieces of heads",
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=64,
+    page_tokens=32,
+    window=40,
+    soft_cap=5.0,
+    kv_dtype="int8",
+    has_sinks=True,
+    decode_lens=(41, 97),
+)
 BLOCKS = DecodeBlocks(block_pages=2, group=2)
 
 
@@ -125,6 +138,17 @@ def check_pool(case: AttentionCase, inputs: AttentionInputs, before: KVPool, poo
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_dense_attention_and_stores_the_tokens(case: AttentionCase) -> None:
     check(case, kernels(chip="tpu7x" if case.kv_dtype == "float8_e4m3fn" else "v6e"))
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(8, 2), (16, 4), (1, 2)])
+def test_pieces_of_heads(rows: int, heads: int) -> None:
+    """Few rows cut the key heads into pieces, whose query heads still fill whole registers."""
+    blocks = replace(BLOCKS, rows=rows)
+    inputs = make_inputs(PIECES, seed=3)
+    shape = decode_shape(2, 4, PIECES.num_heads, jnp.bfloat16, inputs.pool)
+    assert heads_at_once(shape, blocks) == heads
+    if rows != 1:
+        check(PIECES, kernels(blocks))
 
 
 def test_mixed_batch() -> None:

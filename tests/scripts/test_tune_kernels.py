@@ -17,7 +17,7 @@ from scripts import tune_kernels
 from scripts.tune_kernels import Task
 from tests.aot.bundles import Loop
 
-QUANT = next(t for t in tune_kernels.quant_tasks() if t.name == "llama-3.1-8b up, int4 in 32, 16 rows")
+QUANT = next(t for t in tune_kernels.quant_tasks("v6e") if t.name == "llama-3.1-8b up, int4 in 32, 16 rows")
 GROUPED = next(t for t in tune_kernels.grouped_tasks() if t.name == "mixtral-8x7b up, 1 token")
 V6E = CHIPS["v6e"]
 SILENT = Console(quiet=True)
@@ -89,7 +89,7 @@ def test_only_what_beats_the_heuristic_is_kept_and_picked(tmp_path: Path, monkey
 
 
 def test_every_candidate_is_one_that_the_kernels_take() -> None:
-    for task in (*tune_kernels.quant_tasks(), *tune_kernels.grouped_tasks()):
+    for task in (*tune_kernels.quant_tasks("v6e"), *tune_kernels.grouped_tasks()):
         for blocks in (task.heuristic, *task.candidates):
             steps, iterations = task.trips(blocks)
             assert steps > 0
