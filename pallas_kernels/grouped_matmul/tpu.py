@@ -3,6 +3,9 @@
 Which visits there are is computed by XLA beforehand and their number is the grid's, so that experts without rows cost
 nothing: neither a copy of their weight nor a grid step. A small batch is one tile, visited once by each busy expert. Of
 an expert whose rows span several tiles the weight stays in VMEM from one tile to the next.
+
+Weights of 64 columns must lie row-major (``jax.experimental.layout.Layout((0, 1, 2))``): by default v5p and TPU7x put
+their rows along lanes, and XLA then copies all experts before the kernel. No model that is served calls this yet.
 """
 
 import functools

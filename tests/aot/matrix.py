@@ -87,6 +87,8 @@ class Entry:
 class Built:
     """Something to compile. arguments: ShapeDtypeStructs. donated: indexes of arguments. donated_bytes: of their
     leaves, unpadded. bound_bytes: no temporary may reach it: the pages and scales of one layer, or the weight as bf16.
+    row_major: leaves of arguments that lie row-major whatever XLA would choose: the values of weights that a kernel
+    reads.
     """
 
     function: Callable[..., Any]
@@ -94,6 +96,7 @@ class Built:
     donated: tuple[int, ...]
     donated_bytes: int
     bound_bytes: int
+    row_major: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 def entries(chips: tuple[str, ...] = tuple(CHIPS)) -> Iterator[Entry]:
@@ -240,15 +243,23 @@ def _quant(entry: Entry) -> Built:
         return api.quant_matmul(x, weight, kernels=entry.kernels)
 
     x = array((PRODUCT_ROWS, WIDTH), jnp.bfloat16)
-    return Built(function=call, arguments=(x, weight), donated=(), donated_bytes=0, bound_bytes=2 * WIDTH * columns)
+    return Built(
+        function=call,
+        arguments=(x, weight),
+        donated=(),
+        donated_bytes=0,
+        bound_bytes=2 * WIDTH * columns,
+        row_major=() if group == WIDTH else (weight.values_KN,),  # one scale per column is XLA's own product
+    )
 
 
 def _grouped(entry: Entry) -> Built:
     columns = entry.kv_heads * entry.head_dim
     shape = (EXPERTS, WIDTH, columns)
-    weight: Any = array(shape, jnp.bfloat16)
+    values = array(shape, jnp.int8 if entry.dtype == "int8" else jnp.bfloat16)
+    weight: Any = values
     if entry.dtype == "int8":
-        weight = GroupQuant(array(shape, jnp.int8), array((EXPERTS, 1, columns), jnp.bfloat16), None, group=WIDTH)
+        weight = GroupQuant(values, array((EXPERTS, 1, columns), jnp.bfloat16), None, group=WIDTH)
 
     def call(x: Any, weight: Any, sizes: Any, offset: Any) -> Any:
         return api.grouped_matmul(x, weight, sizes, group_offset=offset, kernels=entry.kernels)
@@ -261,4 +272,5 @@ def _grouped(entry: Entry) -> Built:
         donated=(),
         donated_bytes=0,
         bound_bytes=2 * EXPERTS * WIDTH * columns,
+        row_major=(values,),
     )

@@ -47,8 +47,10 @@ def mesh_of(chip: str) -> Mesh:
 
 
 def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
-    """Pools are row-major. They are by default, except for the factors of 8-bit pages of fewer than 128 tokens: there
-    XLA puts rows last, and turns all of them around for the kernel and back. Who allocates such a pool must ask for it.
+    """Pools are row-major, and so are the values of weights that our kernels read. They are by default, with two
+    exceptions, which XLA turns around for the kernel: the factors of 8-bit pages of fewer than 128 tokens, on all
+    chips, and weights of 64 columns on v5p and TPU7x. Who allocates such an array must ask for it. Nobody does yet: the
+    runner refuses such pages, and no model that it serves calls these products.
 
     Raises: what tracing, Mosaic or XLA raise.
     """
@@ -59,8 +61,11 @@ def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
         return Format(Layout(tuple(range(len(x.shape)))), sharding)
 
     def argument(node: Any) -> Any:
-        place = row_major if isinstance(node, KVPool) else lambda _: sharding
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), node)
+        def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            is_row_major = isinstance(node, KVPool) or any(x is leaf for leaf in built.row_major)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_major(x) if is_row_major else sharding)
+
+        return jax.tree.map(placed, node)
 
     def result(node: Any) -> Any:
         return jax.tree.map(row_major, node) if isinstance(node, KVPool) else None
