@@ -15,8 +15,9 @@ from headrace.pallas_kernels import block_sizes
 from headrace.pallas_kernels.chips import CHIPS, MIB, Chip
 from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.paged_attention.online_softmax import LOG2_E
-from headrace.pallas_kernels.paged_attention.tpu_prefill_kernel import flat, kernel, scratch_shapes
+from headrace.pallas_kernels.paged_attention.tpu_prefill_kernel import kernel
 from headrace.pallas_kernels.paged_attention.tpu_prefill_shape import LANES, PrefillBlocks, PrefillShape
+from headrace.pallas_kernels.paged_attention.tpu_prefill_steps import flat, scratch_shapes
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool, UnsupportedCase
 from headrace.pallas_kernels.write_pages.tpu import tile_rows
 
@@ -123,18 +124,22 @@ def _checked_chip(pool: KVPool, meta: AttnMeta, block_tokens: int, kernels: Kern
 
 
 def _heuristic(make: Callable[..., PrefillShape], pool: KVPool, q_dtype: jnp.dtype, chip: Chip) -> PrefillBlocks:
-    """512 keys, 256 rows, all heads that fit half of VMEM.
+    """512 keys, up to 256 rows, all heads that fit half of VMEM.
 
-    On v6e with 128 lanes a head, bundles for 256 rows x 512 keys, per size: 564 with 128 rows, 437 with 256; 690 with
-    256 keys; 350 with 1,024 keys, of which a short prompt would mask most. 512 keys of 8 heads are 1 us of HBM there,
-    about a copy's latency. One page of all heads is one copy, so that heads are only split for VMEM, and on v5p, whose
-    two cores share them.
+    More rows share a product's loads of keys. On v6e with 128 lanes a head, bundles for 256 rows x 512 keys in steps of
+    256 rows: 429; of 128: 517; of 64, in an experiment with one buffer for both steps' scores: 796. 512 keys of 8 heads
+    are 1 us of HBM there, about a copy's latency. One page of all heads is one copy, so that heads are only split for
+    VMEM, and on v5p, whose two cores share them.
     """
     table_tokens = make(blocks=None).max_pages * pool.page_tokens
-    kv_tokens = table_tokens if table_tokens <= LANES else min(512, pl.cdiv(table_tokens, LANES) * LANES)
+    # 8-bit pages of two tiles of lanes are widened in registers, which takes too many for 512 keys: v5e had 431 spills
+    # and fills of int8. v6e spilled with fp8, not with int8.
+    is_narrow = is_quantized(pool.pages_RKWC.dtype) and pool.head_dim > LANES
+    widens = is_narrow and (chip.name in ("v5e", "v5p") or pool.pages_RKWC.dtype != jnp.int8)
+    most = 256 if widens else 512
+    kv_tokens = table_tokens if table_tokens <= LANES else min(most, pl.cdiv(table_tokens, LANES) * LANES)
     rows = make(blocks=None).rows
-    # At least two groups of rows, so that one's scores are computed beside the other's softmax.
-    limit = min(256, rows if pool.num_kv_heads > 1 else max(rows // 2, 16))
+    limit = min(_most_rows(make(blocks=None), pool, chip), rows)
     query_rows = max(n for n in range(16, limit + 1, 16) if rows % n == 0)
     at_most = max(pool.num_kv_heads // (2 if chip.name == "v5p" else 1), 1)
     sizes = [
@@ -146,6 +151,17 @@ def _heuristic(make: Callable[..., PrefillShape], pool: KVPool, q_dtype: jnp.dty
     return fitting[-1] if fitting else sizes[0]
 
 
+def _most_rows(shape: PrefillShape, pool: KVPool, chip: Chip) -> int:
+    """Rows of one step for which the compiler spills no register (libtpu 0.0.42.1; 8-bit pages on v6e: 34 spills and
+    fills with 256 rows). One key head has few steps, and 256 rows would leave it none for the overlap."""
+    if chip.name in ("v5e", "v5p") and shape.head_dim > LANES:
+        return 64
+    if not is_quantized(pool.pages_RKWC.dtype):
+        return 256 if chip.name != "tpu7x" and pool.num_kv_heads > 1 and shape.head_dim <= LANES else 128
+    has_more = shape.spec.window is not None or shape.spec.soft_cap is not None or shape.has_sinks
+    return 64 if has_more or (chip.name == "tpu7x" and shape.head_dim <= LANES) else 128
+
+
 def _vmem_bytes(shape: PrefillShape, pool: KVPool, q_dtype: jnp.dtype) -> int:
     """Scratch and pipelined blocks as laid out, tiles filled up; and the scores' way through the softmax once more."""
     blocks, pages = shape.blocks, pool.pages_RKWC
@@ -153,8 +169,9 @@ def _vmem_bytes(shape: PrefillShape, pool: KVPool, q_dtype: jnp.dtype) -> int:
     page_rows = max(shape.page_tokens, tile_rows(pages.dtype))
     keys = 2 * shape.kv_pages * page_rows * pages.shape[3] * pages.dtype.itemsize
     scales = 4 * TILE_SUBLANES * (2 * shape.kv_pages * LANES + max(blocks.kv_tokens, LANES)) if shape.has_scales else 0
-    scores = 4 * 4 * blocks.query_rows * max(blocks.kv_tokens, LANES)
-    return blocks.kv_heads * (shape.rows * per_row + keys + scales) + scores
+    scores = 4 * 4 * blocks.query_rows * max(blocks.kv_tokens, LANES) + 4 * 4 * blocks.query_rows * LANES
+    ends = 4 * shape.rows * LANES
+    return blocks.kv_heads * (shape.rows * per_row + keys + scales) + scores + ends
 
 
 def _check_blocks(shape: PrefillShape, pool: KVPool, q_dtype: jnp.dtype, chip: Chip) -> None:
@@ -186,12 +203,12 @@ def _call(
     in_specs = [pl.BlockSpec((1, heads, rows, width), query_index)]
     if shape.has_sinks:
         in_specs.append(pl.BlockSpec((heads, shape.group, LANES), lambda head, *_: (head, 0, 0)))
-    return pl.pallas_call(
+    call = pl.pallas_call(
         functools.partial(kernel, shape=shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(num_kv_heads // heads, num_blocks),
-            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(pool)],
+            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(pool)],
             out_specs=pl.BlockSpec((1, heads, rows, width), lambda head, block, *_: (block, head, 0, 0)),
             scratch_shapes=flat(scratch_shapes(shape, pool)),
         ),
@@ -203,4 +220,10 @@ def _call(
         ),
         interpret=kernels.interpret,
         name="prefill",
-    )(*scalars, *operands, *pool)
+    )
+
+    def with_pool_in_hbm(pool: list[jax.Array]) -> jax.Array:
+        # Else XLA moves a pool's scales to VMEM where they fit, all of them for the few pages that are read.
+        return call(*scalars, *operands, *(pltpu.with_memory_space_constraint(leaf, pltpu.HBM) for leaf in pool))
+
+    return jax.jit(with_pool_in_hbm, inline=True)(pool)

@@ -1,12 +1,11 @@
 """Body of the TPU kernel that attends from query blocks to pages.
 
 Blocks of pages are copied to VMEM while the block before is worked on, also across query blocks: the last block of keys
-of a query block starts the first one of the next. Scores of the next rows are computed while the softmax of these rows
-runs, in two buffers of their own, since the compiler overlaps only what cannot be the same memory.
+of a query block starts the first one of the next.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -17,8 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from headrace.pallas_kernels.paged_attention.online_softmax import LOWEST
 from headrace.pallas_kernels.paged_attention.tpu_prefill_shape import LANES, PrefillShape
-
-Refs = Sequence[jax.Ref]
+from headrace.pallas_kernels.paged_attention.tpu_prefill_steps import Mask, Refs, Scratch, attend, named, place, rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,57 +100,12 @@ def take_block(keys: Keys, block: jax.Array, index: jax.Array, end: jax.Array, s
     return buffer_of(slot)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scratch:
-    """buffers: two blocks of pages, and of scales. state: running maximum, sums per lane, weighted values of each row.
-    scales: of the block of keys at work, tokens along lanes; empty without scales. scores: of two groups of rows.
-    slot: buffer of the block of keys that comes next."""
-
-    buffers: Refs
-    state: Refs
-    scales: Refs
-    scores: Refs
-    slot: jax.Ref
-    sems: jax.Ref
-
-
-def scratch_shapes(shape: PrefillShape, pool: Sequence[jax.Array]) -> Scratch:
-    """In the order of Scratch's fields; flatten with ``flat``."""
-    blocks = shape.blocks
-    rows = (blocks.kv_heads, shape.rows)
-    return Scratch(
-        buffers=[pltpu.VMEM((2, shape.kv_pages, blocks.kv_heads, *leaf.shape[2:]), leaf.dtype) for leaf in pool],
-        state=[pltpu.VMEM((*rows, lanes), jnp.float32) for lanes in (LANES, shape.total_lanes, shape.width)],
-        scales=[pltpu.VMEM((blocks.kv_heads, 2, blocks.kv_tokens), jnp.float32)] * shape.has_scales,
-        scores=[pltpu.VMEM((blocks.query_rows, blocks.kv_tokens), jnp.float32)] * 2,
-        slot=pltpu.SMEM((1,), jnp.int32),
-        sems=pltpu.SemaphoreType.DMA((2, len(pool))),
-    )
-
-
-def flat(scratch: Scratch) -> list[object]:
-    """What ``pallas_call`` wants."""
-    return [*scratch.buffers, *scratch.state, *scratch.scales, *scratch.scores, scratch.slot, scratch.sems]
-
-
-def _named(refs: Refs, shape: PrefillShape) -> Scratch:
-    pools = 1 + shape.has_scales
-    return Scratch(
-        buffers=refs[:pools],
-        state=refs[pools : pools + 3],
-        scales=refs[pools + 3 : -4],
-        scores=refs[-4:-2],
-        slot=refs[-2],
-        sems=refs[-1],
-    )
-
-
 def kernel(*refs: jax.Ref, shape: PrefillShape) -> None:
     """One query block of some key heads."""
     scalars, q, refs = refs[:5], refs[5], refs[6:]
     sinks, refs = (refs[0], refs[1:]) if shape.has_sinks else (None, refs)
     pools = 1 + shape.has_scales
-    pool, out, scratch = refs[:pools], refs[pools], _named(refs[pools + 1 :], shape)
+    pool, out, scratch = refs[:pools], refs[pools], named(refs[pools + 1 :], shape)
     block = pl.program_id(1)
     keys = Keys(
         shape=shape,
@@ -177,15 +130,15 @@ def kernel(*refs: jax.Ref, shape: PrefillShape) -> None:
 
     @pl.when(begin < end)
     def _() -> None:
-        _reset(shape, sinks, scratch.state)
         pos, length = scalars[3][block], scalars[4][block]
+        _reset(shape, sinks, scratch, pos, length)
 
-        def attend(index: jax.Array, _: None, is_masked: bool) -> None:
+        def step_on(index: jax.Array, _: None, is_masked: bool) -> None:
             slot = take_block(keys, block, index, end, scratch.slot)
             base = index * shape.blocks.kv_tokens
             first_token, end_token = (bound - base for bound in keys.tokens(block))
-            mask = Mask(pos - base, length, first_token, end_token) if is_masked else None
-            _attend(shape, q, scratch, slot, mask)
+            mask = Mask(base, first_token, end_token) if is_masked else None
+            attend(shape, q, scratch, slot, mask)
 
         # Every row of the query block sees all keys of the blocks in the middle.
         kv_tokens, window = shape.blocks.kv_tokens, shape.spec.window
@@ -193,161 +146,46 @@ def kernel(*refs: jax.Ref, shape: PrefillShape) -> None:
         middle = jnp.clip(pl.cdiv(seen_by_all, kv_tokens), begin, end)
         tail = jnp.clip((pos + 1) // kv_tokens, middle, end)
         if window is not None:
-            lax.fori_loop(begin, middle, functools.partial(attend, is_masked=True), None)
-        lax.fori_loop(middle, tail, functools.partial(attend, is_masked=False), None)
-        lax.fori_loop(tail, end, functools.partial(attend, is_masked=True), None)
+            lax.fori_loop(begin, middle, functools.partial(step_on, is_masked=True), None)
+        lax.fori_loop(middle, tail, functools.partial(step_on, is_masked=False), None)
+        lax.fori_loop(tail, end, functools.partial(step_on, is_masked=True), None)
 
         _, total, acc = scratch.state
 
+        @pl.loop(0, shape.blocks.kv_heads * shape.chunks)
+        def _(step: jax.Array) -> None:
+            head, first = place(shape, step)
+            here = rows(first, shape.blocks.query_rows)
+            total_X1 = total[head, here].sum(axis=1, keepdims=True)
+            out[0, head, here] = (acc[head, here] / total_X1).astype(out.dtype)
+
+
+def _reset(shape: PrefillShape, sinks: jax.Ref | None, scratch: Scratch, pos: jax.Array, length: jax.Array) -> None:
+    """Start a query block."""
+    top, total, acc = scratch.state
+    tokens = shape.block_tokens
+
+    @pl.loop(0, shape.group)
+    def _(member: jax.Array) -> None:
+        # Padding tokens see what the last real token sees.
+        token = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 0)
+        scratch.ends[rows(member * tokens, tokens)] = pos + jnp.minimum(token + 1, length)
+
+    @pl.loop(0, shape.blocks.kv_heads * shape.chunks)
+    def _(step: jax.Array) -> None:
+        head, first = place(shape, step)
+        here = rows(first, shape.blocks.query_rows)
+        acc[head, here] = jnp.zeros((shape.blocks.query_rows, shape.width), jnp.float32)
+        is_sink = lax.broadcasted_iota(jnp.int32, (shape.blocks.query_rows, shape.total_lanes), 1) == 0
+        total[head, here] = jnp.where(is_sink & (sinks is not None), 1.0, 0.0)
+        if sinks is None:
+            top[head, here] = jnp.full((shape.blocks.query_rows, LANES), LOWEST)
+
+    if sinks is not None:
+
         @pl.loop(0, shape.blocks.kv_heads)
         def _(head: jax.Array) -> None:
-            out[0, head] = (acc[head] / total[head].sum(axis=1, keepdims=True)).astype(out.dtype)
-
-
-def _reset(shape: PrefillShape, sinks: jax.Ref | None, state: Refs) -> None:
-    top, total, acc = state
-    acc[...] = jnp.zeros_like(acc)
-    if sinks is None:
-        top[...] = jnp.full_like(top, LOWEST)
-        total[...] = jnp.zeros_like(total)
-        return
-    is_first_lane = lax.broadcasted_iota(jnp.int32, total.shape, 2) == 0
-    total[...] = jnp.where(is_first_lane, 1.0, 0.0)
-    for head in range(shape.blocks.kv_heads):
-        for member in range(shape.group):
-            rows = pl.ds(member * shape.block_tokens, shape.block_tokens)
-            top[head, rows] = jnp.broadcast_to(sinks[head, member : member + 1], (shape.block_tokens, LANES))
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """Position of the query block, its real tokens, and the first and end key that any row sees; positions count from
-    the first key at work."""
-
-    pos: jax.Array
-    length: jax.Array
-    first: jax.Array
-    end: jax.Array
-
-    def is_live(self, shape: tuple[int, ...], axis: int) -> jax.Array:
-        """Whether any row sees the key."""
-        key = lax.broadcasted_iota(jnp.int32, shape, axis)
-        return (key >= self.first) & (key < self.end)
-
-    def is_seen(self, shape: PrefillShape, chunk: jax.Array) -> jax.Array:
-        """Whether the row sees the key, [rows, keys] of one group of rows."""
-        rows, keys = shape.blocks.query_rows, shape.blocks.kv_tokens
-        row = chunk * rows + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-        # Padding tokens see what the last real token sees.
-        end = self.pos + jnp.minimum(lax.rem(row, shape.block_tokens) + 1, self.length)
-        key = lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
-        if shape.spec.window is None:
-            return key < end
-        return (key < end) & (key >= end - shape.spec.window)
-
-
-def _attend(shape: PrefillShape, q: jax.Ref, scratch: Scratch, slot: jax.Array, mask: Mask | None) -> None:
-    """One block of keys joins the softmax of every row."""
-    if shape.has_scales:
-        _lay_out_scales(shape, scratch, slot, mask)
-
-    def place(step: jax.Array | int) -> tuple[jax.Array | int, jax.Array | int, jax.Ref]:
-        head, chunk = step // shape.chunks, step % shape.chunks
-        return head, chunk, pl.ds(pl.multiple_of(chunk * shape.blocks.query_rows, 16), shape.blocks.query_rows)
-
-    def halves(head: jax.Array | int, lanes: slice) -> jax.Array:
-        kept = slice(None) if shape.shares_lanes else lanes
-        kv = scratch.buffers[0][slot, :, head, :, kept].astype(shape.compute_dtype)
-        return kv.reshape(shape.blocks.kv_tokens, shape.width)
-
-    def score(step: jax.Array | int, scores: jax.Ref) -> None:
-        head, _, rows = place(step)
-        scores[...] = _dot(shape, q[0, head, rows], halves(head, slice(0, shape.head_dim)), contracted=1)
-
-    def update(step: jax.Array | int, scores: jax.Ref) -> None:
-        head, chunk, rows = place(step)
-        v_YH = halves(head, slice(shape.head_dim, 2 * shape.head_dim))
-        if mask is not None and scratch.buffers[0].dtype != jnp.int8:
-            # Values outside may be NaN (a page's last tenant), and 0 * NaN is not 0. Integers cannot.
-            v_YH = jnp.where(mask.is_live(v_YH.shape, 0), v_YH, 0)
-        is_seen = None if mask is None else mask.is_seen(shape, chunk)
-        scales = [scratch.scales[0][head, half : half + 1] for half in range(2)] if shape.has_scales else None
-        _update(shape, scores[...], v_YH, scales, is_seen, tuple(ref.at[head, rows] for ref in scratch.state))
-
-    even, odd = scratch.scores
-    steps = shape.blocks.kv_heads * shape.chunks
-    pairs = (steps - 1) // 2
-    score(0, even)
-
-    @pl.loop(0, pairs)
-    def _(pair: jax.Array) -> None:
-        score(2 * pair + 1, odd)
-        update(2 * pair, even)
-        score(2 * pair + 2, even)
-        update(2 * pair + 1, odd)
-
-    if steps % 2 == 0:
-        score(steps - 1, odd)
-    update(2 * pairs, even)
-    if steps % 2 == 0:
-        update(steps - 1, odd)
-
-
-def _lay_out_scales(shape: PrefillShape, scratch: Scratch, slot: jax.Array, mask: Mask | None) -> None:
-    """Scales of all pages side by side, with the factors of all scores on the keys'; 0 for keys that nobody sees."""
-    source, target = scratch.buffers[1], scratch.scales[0]
-
-    @pl.loop(0, shape.blocks.kv_heads)
-    def _(head: jax.Array) -> None:
-        scale_2Y = jnp.concatenate([source[slot, page, head] for page in range(shape.kv_pages)], axis=1)
-        if mask is not None:
-            scale_2Y = jnp.where(mask.is_live(scale_2Y.shape, 1), scale_2Y, 0)
-        is_key = lax.broadcasted_iota(jnp.int32, scale_2Y.shape, 0) == 0
-        target[head] = scale_2Y * jnp.where(is_key, shape.score_factor, 1.0)
-
-
-def _dot(shape: PrefillShape, left: jax.Array, right: jax.Array, contracted: int) -> jax.Array:
-    return lax.dot_general(
-        left,
-        right,
-        (((1,), (contracted,)), ((), ())),
-        precision=lax.Precision.HIGHEST if shape.compute_dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _lanes(value_XL: jax.Array, width: int) -> jax.Array:
-    """A value that is the same in all 128 lanes, in as many as asked for."""
-    return value_XL[:, :width] if width <= LANES else jnp.tile(value_XL, (1, width // LANES))
-
-
-def _update(
-    shape: PrefillShape,
-    score: jax.Array,
-    v_YH: jax.Array,
-    scales: Sequence[jax.Array] | None,
-    is_seen: jax.Array | None,
-    state: Refs,
-) -> None:
-    """A block of scores of some rows joins their softmax."""
-    top, total, acc = state
-    if scales is not None:
-        score = score * scales[0]
-    elif shape.score_factor != 1:
-        score = score * shape.score_factor
-    if shape.spec.soft_cap is not None:
-        score = jnp.tanh(score)
-    if is_seen is not None:
-        score = jnp.where(is_seen, score, -jnp.inf)
-    old_top = top[...]
-    new_top = jnp.maximum(old_top, score.max(axis=1, keepdims=True))
-    weight = jnp.exp2((score - _lanes(new_top, score.shape[1])) * shape.exponent_factor)
-    factor = jnp.exp2((old_top - new_top) * shape.exponent_factor)
-    top[...] = new_top
-    lanes = shape.total_lanes
-    parts = [weight[:, first : first + lanes] for first in range(0, weight.shape[1], lanes)]
-    total[...] = functools.reduce(jnp.add, parts, total[...] * _lanes(factor, lanes))
-    if scales is not None:
-        weight = weight * scales[1]
-    value = _dot(shape, weight.astype(shape.compute_dtype), v_YH, contracted=0)
-    acc[...] = acc[...] * _lanes(factor, shape.width) + value
+            for member in range(shape.group):
+                top[head, rows(member * tokens, tokens)] = jnp.broadcast_to(
+                    sinks[head, member : member + 1], (tokens, LANES)
+                )
