@@ -77,7 +77,8 @@ def compile_for(chip: str, built: Built, dump: Path) -> jax.stages.Compiled:
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), built.arguments)
     with jax.set_mesh(mesh):
         lowered = jax.jit(built.function, donate_argnums=built.donated).lower(*arguments)
-    return lowered.compile(compiler_options={"xla_dump_to": str(dump)})
+    # XLA of JAX 0.10 dumps PTX always, that of 0.12 where its emitter is named.
+    return lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_emitter_re": "ptx"})
 
 
 def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool) -> Outcome:
