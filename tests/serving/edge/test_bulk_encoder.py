@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -41,16 +41,26 @@ def launch(options: TextOptions) -> BulkLaunch:
     return bulk_launch(options, load_text_tools(options))
 
 
+Started = Callable[[], list[psutil.Process]]
+
+
 @pytest.fixture
-def bulk(launch: BulkLaunch) -> Iterator[BulkEncoder]:
+def started() -> Iterator[Started]:
+    """Processes that the test has started and that are there; none may be left at its end."""
+    before = psutil.Process().children()
+
+    def find() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children() if process not in before]
+
+    yield find
+    assert not find()
+
+
+@pytest.fixture
+def bulk(launch: BulkLaunch, started: Started) -> Iterator[BulkEncoder]:
     encoder = BulkEncoder(launch)
     yield encoder
     encoder.close()
-    assert not children()
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
 
 
 def chat(*messages: tuple[str, str], generation: bool = True, continues: bool = False, **variables: str) -> ChatPrompt:
@@ -62,7 +72,7 @@ def chat(*messages: tuple[str, str], generation: bool = True, continues: bool = 
     )
 
 
-def test_ids_are_those_of_the_edge(bulk: BulkEncoder, local: LocalEncoder) -> None:
+def test_ids_are_those_of_the_edge(bulk: BulkEncoder, local: LocalEncoder, started: Started) -> None:
     bulk.start()
     chats = (
         chat(("user", "hi")),
@@ -75,7 +85,7 @@ def test_ids_are_those_of_the_edge(bulk: BulkEncoder, local: LocalEncoder) -> No
         for add_special in (True, False):
             ids = bulk.text_ids(text, add_special=add_special)
             assert ids == local.text_ids(text, add_special=add_special)
-    [process] = children()
+    [process] = started()
     assert process.nice() == NICE
 
 
@@ -90,9 +100,9 @@ def test_refusals_are_those_of_the_edge(bulk: BulkEncoder, local: LocalEncoder) 
     assert refused.value.code == ErrorCode.UNSUPPORTED_FIELD
 
 
-def test_a_process_that_died_meanwhile_is_replaced(bulk: BulkEncoder) -> None:
+def test_a_process_that_died_meanwhile_is_replaced(bulk: BulkEncoder, started: Started) -> None:
     before = bulk.text_ids("mill", add_special=False)
-    [process] = children()
+    [process] = started()
     process.kill()
     psutil.wait_procs([process], timeout=10)
     assert bulk.text_ids("mill", add_special=False) == before
@@ -101,23 +111,25 @@ def test_a_process_that_died_meanwhile_is_replaced(bulk: BulkEncoder) -> None:
 @pytest.mark.parametrize(
     ("code", "limit_s", "why"), [(ENDS, 60.0, "it ended|link broke"), (SAYS_NOTHING, 0.2, "no answer in 0.2 s")]
 )
-def test_a_process_that_is_lost_fails_its_job_alone(code: str, limit_s: float, why: str, launch: BulkLaunch) -> None:
+def test_a_process_that_is_lost_fails_its_job_alone(
+    code: str, limit_s: float, why: str, launch: BulkLaunch, started: Started
+) -> None:
     broken = BulkEncoder(replace(launch, command=(sys.executable, "-c", code), answer_limit_s=limit_s))
     for _ in range(2):
         with pytest.raises(ApiError, match=why) as refused:
             broken.text_ids("mill", add_special=False)
         assert (refused.value.code, refused.value.status) == (ErrorCode.INTERNAL, 500)
-        assert not children()
+        assert not started()
 
 
-def test_other_files_than_the_servers_are_noticed(launch: BulkLaunch) -> None:
+def test_other_files_than_the_servers_are_noticed(launch: BulkLaunch, started: Started) -> None:
     other = BulkEncoder(replace(launch, content_hash="0" * 64))
     with pytest.raises(ApiError, match="other files"):
         other.text_ids("mill", add_special=False)
-    assert not children()
+    assert not started()
 
 
-def test_close_ends_the_wait_and_what_comes_later(launch: BulkLaunch) -> None:
+def test_close_ends_the_wait_and_what_comes_later(launch: BulkLaunch, started: Started) -> None:
     encoder = BulkEncoder(replace(launch, command=(sys.executable, "-c", SAYS_NOTHING)))
     encoder.start()
     failures: list[ApiError] = []
@@ -134,10 +146,10 @@ def test_close_ends_the_wait_and_what_comes_later(launch: BulkLaunch) -> None:
     waiting.join(10)
     ask()
     assert [error.code for error in failures] == [ErrorCode.INTERNAL] * 2
-    assert not children()
+    assert not started()
 
 
-def test_it_ends_with_the_edge(launch: BulkLaunch) -> None:
+def test_it_ends_with_the_edge(launch: BulkLaunch, started: Started) -> None:
     """Also with one that was killed: nothing but the closed link tells it."""
     encoder = BulkEncoder(launch)
     encoder.text_ids("mill", add_special=False)
