@@ -127,9 +127,9 @@ def _heuristic(make: Callable[..., PrefillShape], pool: KVPool, q_dtype: jnp.dty
     """512 keys, up to 256 rows, all heads that fit half of VMEM.
 
     More rows share a product's loads of keys. On v6e with 128 lanes a head, bundles for 256 rows x 512 keys in steps of
-    256 rows: 429; of 128: 517; of 64, in an experiment with one buffer for both steps' scores: 796. 512 keys of 8 heads
-    are 1 us of HBM there, about a copy's latency. One page of all heads is one copy, so that heads are only split for
-    VMEM, and on v5p, whose two cores share them.
+    256 rows: 429, but 50 spills and fills with the compiler of JAX 0.12; of 128: 522 with both; of 64, in an experiment
+    with one buffer for both steps' scores: 796. 512 keys of 8 heads are 1 us of HBM there, about a copy's latency. One
+    page of all heads is one copy, so that heads are only split for VMEM, and on v5p, whose two cores share them.
     """
     table_tokens = make(blocks=None).max_pages * pool.page_tokens
     # 8-bit pages of two tiles of lanes are widened in registers, which takes too many for 512 keys: v5e had 431 spills
@@ -152,12 +152,13 @@ def _heuristic(make: Callable[..., PrefillShape], pool: KVPool, q_dtype: jnp.dty
 
 
 def _most_rows(shape: PrefillShape, pool: KVPool, chip: Chip) -> int:
-    """Rows of one step for which the compiler spills no register (libtpu 0.0.42.1; 8-bit pages on v6e: 34 spills and
-    fills with 256 rows). One key head has few steps, and 256 rows would leave it none for the overlap."""
+    """Rows of one step for which the compiler spills no register (libtpu 0.0.42.1 and 0.0.50.1; 8-bit pages on v6e: 34
+    spills and fills with 256 rows). One key head has few steps, and 256 rows would leave it none for the overlap."""
     if chip.name in ("v5e", "v5p") and shape.head_dim > LANES:
         return 64
     if not is_quantized(pool.pages_RKWC.dtype):
-        return 256 if chip.name != "tpu7x" and pool.num_kv_heads > 1 and shape.head_dim <= LANES else 128
+        has_room = chip.name in ("v5e", "v5p") and pool.num_kv_heads > 1 and shape.head_dim <= LANES
+        return 256 if has_room else 128
     has_more = shape.spec.window is not None or shape.spec.soft_cap is not None or shape.has_sinks
     return 64 if has_more or (chip.name == "tpu7x" and shape.head_dim <= LANES) else 128
 
