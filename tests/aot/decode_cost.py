@@ -51,8 +51,14 @@ class DecodeCost:
         return {**asdict(self), "time_ratio": round(self.time_ratio, 3), "passed": self.passed}
 
 
-def decode_cost(entry: Entry, kernel: Loop) -> DecodeCost:
-    """Of one decode entry of the matrix, for sequences of LENS, from its kernel's loops.
+def shape_of(entry: Entry) -> DecodeShape:
+    heads = entry.kv_heads * HEADS_PER_KV_HEAD
+    return decode_shape(ROWS, MOST_TOKENS // entry.page_tokens, heads, jnp.dtype(jnp.bfloat16), pool(entry))
+
+
+def decode_cost(entry: Entry, kernel: Loop, blocks: DecodeBlocks | None = None) -> DecodeCost:
+    """Of one decode entry of the matrix, for sequences of LENS, from its kernel's loops. blocks: None for those that
+    are picked without being given.
 
     The kernel is one loop over groups of sequences. The largest loop in it runs over key blocks, and the loops inside
     that one over the pages of a block (or, clearing a sequence's last pages, over as many tiles). Other loops of a
@@ -63,9 +69,8 @@ def decode_cost(entry: Entry, kernel: Loop) -> DecodeCost:
     chip = CHIPS[entry.chip]
     if chip.clock_hz is None or len(kernel.loops) != 1 or not kernel.loops[0].loops:
         raise ValueError(f"{entry.name}: no clock, or no loop over groups with loops inside: {kernel.own()}")
-    heads = entry.kv_heads * HEADS_PER_KV_HEAD
-    shape = decode_shape(ROWS, MOST_TOKENS // entry.page_tokens, heads, jnp.dtype(jnp.bfloat16), pool(entry))
-    blocks = pick_blocks(shape, entry.kernels)
+    shape = shape_of(entry)
+    blocks = blocks or pick_blocks(shape, entry.kernels)
     trips = decode_trips(LENS, entry.page_tokens, blocks)
     group = kernel.loops[0]
     block = max(group.loops, key=lambda loop: loop.bundles)

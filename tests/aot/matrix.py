@@ -138,17 +138,13 @@ def pool_dtype(entry: Entry) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def build(entry: Entry) -> Built:
-    """The call of an entry through the public functions. Raises: UnsupportedCase when it is traced, not here."""
-    match entry.operation:
-        case Operation.QUANT:
-            return _quant(entry)
-        case Operation.GROUPED:
-            return _grouped(entry)
-        case Operation.WRITE:
-            return _write(entry)
-        case _:
-            return _attention(entry)
+def build(entry: Entry, kernels: Kernels | None = None) -> Built:
+    """The call of an entry through the public functions. kernels: None for the chip's, with the blocks that they pick.
+
+    Raises: UnsupportedCase when it is traced, not here.
+    """
+    makes = {Operation.QUANT: _quant, Operation.GROUPED: _grouped, Operation.WRITE: _write}
+    return makes.get(entry.operation, _attention)(entry, kernels or entry.kernels)
 
 
 def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -188,7 +184,7 @@ def tokens(entry: Entry, count: int) -> TokenKV:
     return TokenKV(array((count, entry.kv_heads, 2 * entry.head_dim), dtype), scale)
 
 
-def _attention(entry: Entry) -> Built:
+def _attention(entry: Entry, kernels: Kernels) -> Built:
     is_decode = entry.operation is Operation.DECODE
     rows, blocks = (ROWS, 0) if is_decode else (0, BLOCKS)
     count = rows + blocks * BLOCK_TOKENS
@@ -196,7 +192,7 @@ def _attention(entry: Entry) -> Built:
     spec = AttentionSpec(scale=entry.head_dim**-0.5, window=entry.window, soft_cap=entry.soft_cap)
 
     def call(q: Any, new: TokenKV, kv: KVPool, first_row: Any, batch: AttnMeta, sinks: Any) -> tuple[Any, KVPool]:
-        return api.paged_attention(q, new, kv, first_row, batch, spec, sinks_N=sinks, kernels=entry.kernels)
+        return api.paged_attention(q, new, kv, first_row, batch, spec, sinks_N=sinks, kernels=kernels)
 
     kv = pool(entry)
     arguments = (
@@ -216,9 +212,9 @@ def _attention(entry: Entry) -> Built:
     )
 
 
-def _write(entry: Entry) -> Built:
+def _write(entry: Entry, kernels: Kernels) -> Built:
     def call(new: TokenKV, kv: KVPool, first_row: Any, batch: AttnMeta) -> KVPool:
-        return api.write_pages(new, kv, first_row, batch, kernels=entry.kernels)
+        return api.write_pages(new, kv, first_row, batch, kernels=kernels)
 
     kv = pool(entry)
     count = ROWS + BLOCKS * BLOCK_TOKENS
@@ -231,7 +227,7 @@ def _write(entry: Entry) -> Built:
     )
 
 
-def _quant(entry: Entry) -> Built:
+def _quant(entry: Entry, kernels: Kernels) -> Built:
     columns = entry.kv_heads * entry.head_dim
     values = "int4" if entry.dtype.startswith("int4") else "int8"
     group = GROUP if entry.dtype.endswith("g32") else WIDTH
@@ -240,7 +236,7 @@ def _quant(entry: Entry) -> Built:
     )
 
     def call(x: Any, weight: GroupQuant) -> Any:
-        return api.quant_matmul(x, weight, kernels=entry.kernels)
+        return api.quant_matmul(x, weight, kernels=kernels)
 
     x = array((PRODUCT_ROWS, WIDTH), jnp.bfloat16)
     return Built(
@@ -253,7 +249,7 @@ def _quant(entry: Entry) -> Built:
     )
 
 
-def _grouped(entry: Entry) -> Built:
+def _grouped(entry: Entry, kernels: Kernels) -> Built:
     columns = entry.kv_heads * entry.head_dim
     shape = (EXPERTS, WIDTH, columns)
     values = array(shape, jnp.int8 if entry.dtype == "int8" else jnp.bfloat16)
@@ -262,7 +258,7 @@ def _grouped(entry: Entry) -> Built:
         weight = GroupQuant(values, array((EXPERTS, 1, columns), jnp.bfloat16), None, group=WIDTH)
 
     def call(x: Any, weight: Any, sizes: Any, offset: Any) -> Any:
-        return api.grouped_matmul(x, weight, sizes, group_offset=offset, kernels=entry.kernels)
+        return api.grouped_matmul(x, weight, sizes, group_offset=offset, kernels=kernels)
 
     i32 = jnp.int32
     x = array((ROWS * EXPERTS_OF_TOKEN, WIDTH), jnp.bfloat16)
