@@ -223,6 +223,9 @@ def _call(
         name="prefill",
     )
 
+    if kernels.interpret is True:  # The plain interpreter would update arrays whose type has no memory with those.
+        return call(*scalars, *operands, *pool)
+
     def with_pool_in_hbm(pool: list[jax.Array]) -> jax.Array:
         # Else XLA moves a pool's scales to VMEM where they fit, all of them for the few pages that are read.
         return call(*scalars, *operands, *(pltpu.with_memory_space_constraint(leaf, pltpu.HBM) for leaf in pool))

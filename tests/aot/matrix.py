@@ -88,7 +88,7 @@ class Built:
     """Something to compile. arguments: ShapeDtypeStructs. donated: indexes of arguments. donated_bytes: of their
     leaves, unpadded. bound_bytes: no temporary may reach it: the pages and scales of one layer, or the weight as bf16.
     row_major: leaves of arguments that lie row-major whatever XLA would choose: the values of weights that a kernel
-    reads.
+    reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small.
     """
 
     function: Callable[..., Any]
@@ -97,6 +97,14 @@ class Built:
     donated_bytes: int
     bound_bytes: int
     row_major: tuple[jax.ShapeDtypeStruct, ...] = ()
+    may_be_copied: tuple[int, ...] = ()
+
+    @property
+    def uncopied(self) -> set[tuple[int, int]]:
+        """(size, bits of an element) of arrays of which no other one may be made."""
+        indexes = set(self.donated) - set(self.may_be_copied)
+        leaves = (leaf for index in indexes for leaf in jax.tree.leaves(self.arguments[index]))
+        return {(leaf.size, 8 * leaf.dtype.itemsize) for leaf in leaves if leaf.size > 1}
 
 
 def entries(chips: tuple[str, ...] = tuple(CHIPS)) -> Iterator[Entry]:

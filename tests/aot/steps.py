@@ -10,7 +10,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import new_pool
 from headrace.model.specs import param_specs
 from headrace.pallas_kernels.chips import CHIPS
-from headrace.pallas_kernels.types import Kernels
+from headrace.pallas_kernels.types import Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import ProgramKind
 from headrace.serving.runner.inputs import InputLayout
@@ -90,4 +90,5 @@ def build_step(step: WholeStep) -> Built:
         donated=program.donated,
         donated_bytes=size_bytes((pool, state)),
         bound_bytes=size_bytes(pool) // cfg.num_layers,
+        may_be_copied=tuple(i for i in program.donated if not isinstance(program.arguments[i], KVPool)),
     )

@@ -119,8 +119,7 @@ def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool)
 def copies(text: str, built: Built) -> list[str]:
     """Instructions that make another array of the size and width of a donated one, wherever it lies, or one in HBM that
     reaches the bound."""
-    donated = [leaf for index in built.donated for leaf in jax.tree.leaves(built.arguments[index])]
-    pools = {(leaf.size, 8 * leaf.dtype.itemsize) for leaf in donated if leaf.size > 1}
+    pools = built.uncopied
     return [
         f"{instruction.opcode} makes {instruction.text[:160]}"
         for instruction in hlo.made(text)

@@ -124,6 +124,20 @@ def test_equals_dense_attention_whatever_lies_elsewhere(case: AttentionCase) -> 
     np.testing.assert_array_equal(dirty, interpreter.run_without_race(attend, inputs.pool))
 
 
+def test_plain_interpreter() -> None:
+    """How a whole model is served without a TPU: a layer's pool is what a loop over layers carries."""
+    case = replace(CASES[0], segments=((0, 17), (48, 33)), padding_blocks=1)
+    inputs = make_inputs(case, seed=3)
+    attend = write_and_attend(case, inputs, replace(kernels_for(case), interpret=True))
+
+    def layer(pool: KVPool, _: None) -> tuple[KVPool, jax.Array]:
+        return pool, attend(pool)
+
+    _, out_LXNH = jax.jit(lambda pool: jax.lax.scan(layer, pool, length=2))(poisoned(case, inputs))
+    for out_XNH in np.asarray(out_LXNH):
+        assert error_of(case, inputs, out_XNH) < tolerance_of(case)
+
+
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_groups_of_heads_are_independent(num_cores: int) -> None:
     """On two cores they run at the same time, each with buffers of its own."""
