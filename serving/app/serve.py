@@ -38,6 +38,7 @@ from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, 
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
 
 log = logging.getLogger("headrace.serve")
@@ -120,7 +121,11 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
             )
             drains = (streams, RunningRequests(service, engine))
             try:
-                return await serve(app, config, drains, listener=listener, control=control)
+                await serve(app, config, drains, listener=listener, control=control)
+                # A signal may end the server between the engine's loss and its burial.
+                if engine.state is EngineState.DEAD and not options.restart_engine:
+                    control.ends_with(ExitCode.ENGINE_DIED)
+                return control.exit_code
             finally:
                 for watcher in watchers:
                     watcher.cancel()

@@ -217,6 +217,16 @@ def test_a_killed_engine_ends_every_stream_and_the_server(start_fake: StartFake,
     assert server.process.wait(WAIT_S) == ExitCode.ENGINE_DIED
 
 
+def test_a_signal_just_behind_the_loss_does_not_hide_it(start_fake: StartFake, open_stream: OpenStream) -> None:
+    """No stream is left to drain, so that the signal alone would end the server before the engine is buried."""
+    server = start_fake()
+    stream = open_stream(server, 1900)
+    server.engine.kill()
+    assert stream.end()["error"]["code"] == "engine_lost"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(WAIT_S) == ExitCode.ENGINE_DIED
+
+
 def test_a_killed_engine_comes_back_where_asked_to(start_fake: StartFake, open_stream: OpenStream) -> None:
     server = start_fake(restart_engine=True)
     stream = open_stream(server, 1900)
