@@ -218,11 +218,12 @@ def test_a_killed_engine_ends_every_stream_and_the_server(start_fake: StartFake,
 
 
 def test_a_signal_just_behind_the_loss_does_not_hide_it(start_fake: StartFake, open_stream: OpenStream) -> None:
-    """No stream is left to drain, so that the signal alone would end the server before the engine is buried."""
+    """Nothing is left to drain, and a stopped engine takes a second to bury: the signal alone would end the server."""
     server = start_fake()
     stream = open_stream(server, 1900)
-    server.engine.kill()
+    server.engine.suspend()
     assert stream.end()["error"]["code"] == "engine_lost"
+    stream.socket.close()
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(WAIT_S) == ExitCode.ENGINE_DIED
 
