@@ -41,12 +41,24 @@ options = ServeOptions(model_name="fake", model_path=Path(path), engine=engine, 
 sys.exit(run_server(options, Console(stderr=True)))
 """
 
+SLOW_BURIAL = """
+import asyncio
+from headrace.serving.edge.engine_connection import EngineConnection
+reap = EngineConnection.reap
+async def slow_reap(self, grace_s):
+    await asyncio.sleep(2)
+    return await reap(self, grace_s)
+EngineConnection.reap = slow_reap
+"""
+"""As on a machine that is busy with other things."""
+
 StartFake = Callable[..., LiveServer]
 
 
-def fake_command(path: Path, fake: FakeOptions, options: dict[str, Any]) -> list[str]:
+def fake_command(path: Path, fake: FakeOptions, options: dict[str, Any], first: str = "") -> list[str]:
+    """first: code that runs before the server does."""
     settings = {"vocab_size": fake.vocab_size, "step_ms": fake.step_ms, "fault": fake.fault}
-    return [sys.executable, "-c", SERVE, str(path), json.dumps(settings), json.dumps(options)]
+    return [sys.executable, "-c", first + SERVE, str(path), json.dumps(settings), json.dumps(options)]
 
 
 @pytest.fixture
@@ -54,9 +66,9 @@ def start_fake(tmp_path: Path, smollm2_path: Path) -> Iterator[StartFake]:
     """Starts a server with a fake runner: real processes and sockets, tokens without meaning."""
     started: list[LiveServer] = []
 
-    def start(*, step_ms: float = 5.0, fault: str | None = None, **options: Any) -> LiveServer:
+    def start(*, step_ms: float = 5.0, fault: str | None = None, first: str = "", **options: Any) -> LiveServer:
         fake = FakeOptions(vocab_size=VOCAB_SIZE, step_ms=step_ms, fault=fault)
-        started.append(start_command(tmp_path / "log", fake_command(smollm2_path, fake, options)))
+        started.append(start_command(tmp_path / "log", fake_command(smollm2_path, fake, options, first)))
         return started[-1]
 
     yield start
@@ -218,10 +230,10 @@ def test_a_killed_engine_ends_every_stream_and_the_server(start_fake: StartFake,
 
 
 def test_a_signal_just_behind_the_loss_does_not_hide_it(start_fake: StartFake, open_stream: OpenStream) -> None:
-    """Nothing is left to drain, and a stopped engine takes a second to bury: the signal alone would end the server."""
-    server = start_fake()
+    """Nothing is left to drain, so that the signal alone would end the server before the engine is buried."""
+    server = start_fake(first=SLOW_BURIAL)
     stream = open_stream(server, 1900)
-    server.engine.suspend()
+    server.engine.kill()
     assert stream.end()["error"]["code"] == "engine_lost"
     stream.socket.close()
     server.process.send_signal(signal.SIGTERM)
