@@ -6,6 +6,7 @@ no interpreter lock that the event loop waits for.
 """
 
 import contextlib
+import logging
 import subprocess
 import threading
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import msgspec
 from headrace.serving.edge.bodies import ChatPrompt
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.prompt_ids import PromptEncoder
+
+log = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 5.0
 
@@ -122,6 +125,7 @@ class BulkEncoder:
             return process.answer(job)
         except (BulkLost, OSError) as error:
             self._bury()
+            log.warning("the process that encodes long prompts is lost: %s", error)
             raise ApiError(
                 ErrorCode.INTERNAL, f"The process that encodes long prompts failed: {error}. Send the request again."
             ) from None
