@@ -17,7 +17,8 @@ class Chip:
     """One JAX device. on_chip_bytes: VMEM of a TPU core, or shared memory that one GPU block may use.
 
     topology: what ``topologies.get_topology_desc`` calls the smallest slice of TPUs. clock_hz: None where no source
-    gives it. fp8: the type that 8-bit float pages have; None = refused.
+    gives it. fp8: the type that 8-bit float pages have; None = refused. has_bfloat16_vectors: False for TPUs whose
+    vector unit knows float32 only: bfloat16 is unpacked for it and packed again, 8 bits are widened twice.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Chip:
     fp8: str | None
     topology: str | None = None
     clock_hz: float | None = None
+    has_bfloat16_vectors: bool = True
 
 
 _TPU, _GPU = Implementation.TPU, Implementation.GPU
@@ -47,6 +49,7 @@ CHIPS = {
             fp8=None,
             topology="v5e:2x2",
             clock_hz=1.5e9,
+            has_bfloat16_vectors=False,
         ),
         Chip(
             name="v5p",
@@ -59,6 +62,7 @@ CHIPS = {
             fp8=None,
             topology="v5p:2x2x1",
             clock_hz=1.75e9,
+            has_bfloat16_vectors=False,
         ),
         Chip(
             name="v6e",
@@ -116,5 +120,6 @@ def chip_of(device_kind: str) -> Chip:
     raise UnsupportedCase(f"no kernels were compiled for {device_kind!r}; known: {known}")
 
 
-NO_BFLOAT16_VECTORS = ("v5e", "v5p")
-"""TPUs whose vector unit knows float32 only: bfloat16 is unpacked for it and packed again, 8 bits are widened twice."""
+def has_bfloat16_vectors(chip: str | None) -> bool:
+    """Of a chip by its name; None is an interpreter without one, which rounds as the chips that have them."""
+    return chip is None or CHIPS[chip].has_bfloat16_vectors

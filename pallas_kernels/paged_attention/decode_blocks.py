@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from headrace.pallas_kernels.block_sizes import pick
-from headrace.pallas_kernels.chips import CHIPS, MIB, NO_BFLOAT16_VECTORS
+from headrace.pallas_kernels.chips import CHIPS, MIB, has_bfloat16_vectors
 from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.types import Implementation, Kernels, KVPool, UnsupportedCase
 
@@ -130,7 +130,7 @@ def heuristic(shape: DecodeShape, chip: str | None) -> DecodeBlocks:
     while tokens > shape.page_tokens and tokens * shape.token_bytes > most_bytes:
         tokens //= 2
     pages = max(1, min(tokens // shape.page_tokens, shape.table_pages, MOST_8_BIT_PAGES if is_8_bit else tokens))
-    needs_few_rows = is_8_bit and (chip in NO_BFLOAT16_VECTORS or shape.page_tokens < LANES)
+    needs_few_rows = is_8_bit and (not has_bfloat16_vectors(chip) or shape.page_tokens < LANES)
     return DecodeBlocks(block_pages=pages, group=min(8, max(shape.rows, 1)), rows=16 if needs_few_rows else 32)
 
 

@@ -135,7 +135,7 @@ def _heuristic(make: Callable[..., PrefillShape], pool: KVPool, q_dtype: jnp.dty
     # 8-bit pages of two tiles of lanes are widened in registers, which takes too many for 512 keys: v5e had 431 spills
     # and fills of int8. v6e spilled with fp8, not with int8.
     is_narrow = is_quantized(pool.pages_RKWC.dtype) and pool.head_dim > LANES
-    widens = is_narrow and (chip.name in ("v5e", "v5p") or pool.pages_RKWC.dtype != jnp.int8)
+    widens = is_narrow and (not chip.has_bfloat16_vectors or pool.pages_RKWC.dtype != jnp.int8)
     most = 256 if widens else 512
     kv_tokens = table_tokens if table_tokens <= LANES else min(most, pl.cdiv(table_tokens, LANES) * LANES)
     rows = make(blocks=None).rows
@@ -154,11 +154,10 @@ def _heuristic(make: Callable[..., PrefillShape], pool: KVPool, q_dtype: jnp.dty
 def _most_rows(shape: PrefillShape, pool: KVPool, chip: Chip) -> int:
     """Rows of one step for which the compiler spills no register (libtpu 0.0.42.1 and 0.0.50.1; 8-bit pages on v6e: 34
     spills and fills with 256 rows). One key head has few steps, and 256 rows would leave it none for the overlap."""
-    if chip.name in ("v5e", "v5p") and shape.head_dim > LANES:
+    if not chip.has_bfloat16_vectors and shape.head_dim > LANES:
         return 64
     if not is_quantized(pool.pages_RKWC.dtype):
-        has_room = chip.name in ("v5e", "v5p") and pool.num_kv_heads > 1 and shape.head_dim <= LANES
-        return 256 if has_room else 128
+        return 256 if not chip.has_bfloat16_vectors and pool.num_kv_heads > 1 else 128
     has_more = shape.spec.window is not None or shape.spec.soft_cap is not None or shape.has_sinks
     return 64 if has_more or (chip.name == "tpu7x" and shape.head_dim <= LANES) else 128
 

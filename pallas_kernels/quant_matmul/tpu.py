@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from headrace.pallas_kernels.block_sizes import pick
-from headrace.pallas_kernels.chips import CHIPS, MIB, NO_BFLOAT16_VECTORS
+from headrace.pallas_kernels.chips import CHIPS, MIB, has_bfloat16_vectors
 from headrace.pallas_kernels.types import GroupQuant, Kernels, UnsupportedCase
 
 LANES = 128
@@ -105,7 +105,7 @@ def _in_groups(x_MK: jax.Array, weight: GroupQuant, kernels: Kernels) -> jax.Arr
             loop_rows=blocks.loop_rows,
             # Without bfloat16 vectors 1,024 x 1,024 values of int4 in 32 take 2,141 bundles in bfloat16 and 1,251 in
             # float32; v6e in bfloat16: 575.
-            product_dtype=jnp.float32 if kernels.chip in NO_BFLOAT16_VECTORS else x_MK.dtype,
+            product_dtype=x_MK.dtype if has_bfloat16_vectors(kernels.chip) else jnp.float32,
         ),
         grid=grid,
         in_specs=in_specs,
@@ -216,7 +216,7 @@ def heuristic(
     most_rows = min(MAX_ROWS, X_TILE_BYTES // (itemsize * contraction) // row_tile * row_tile)
     tile_columns = wide_columns(contraction * bits / 8, columns)
     wanted_loop_rows = max(1, LOOP_VALUES[jnp.dtype(x_dtype)] // tile_columns)
-    if tile_columns >= (WIDE_COLUMNS_IN_FLOAT32 if chip in NO_BFLOAT16_VECTORS else WIDE_COLUMNS):
+    if tile_columns >= (WIDE_COLUMNS if has_bfloat16_vectors(chip) else WIDE_COLUMNS_IN_FLOAT32):
         wanted_loop_rows = min(LOOP_ROWS, wanted_loop_rows)
     return QuantBlocks(
         rows=min(max(most_rows, row_tile), -(-rows // row_tile) * row_tile),

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, Pipe
 import msgspec
 
 from headrace.serving.edge.bodies import ChatPrompt
+from headrace.serving.edge.child_process import spawn
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.prompt_ids import PromptEncoder
 
@@ -88,19 +89,21 @@ class BulkEncoder:
 
     def start(self) -> None:
         """Without waiting for what it loads. Raises OSError or BulkLost."""
+        self._live_process()
+
+    def _live_process(self) -> "_Process":
         with self._state:
-            if self._process is not None and not self._process.is_alive:
-                self._process = None
-            if self._process is None and not self._is_closed:
+            if self._is_closed:
+                raise BulkLost("it was closed")
+            if self._process is None or not self._process.is_alive:
                 self._process = _Process(self._launch)
+            return self._process
 
     def close(self) -> None:
         """Kills it at once; whoever waits for an answer gets an error."""
         with self._state:
             self._is_closed = True
-            process, self._process = self._process, None
-        if process is not None:
-            process.end()
+        self._bury()
 
     def chat_ids(self, chat: ChatPrompt) -> list[int]:
         return self._ask(Chat(chat))
@@ -117,12 +120,7 @@ class BulkEncoder:
 
     def _answer(self, job: Job) -> Ids | Refusal:
         try:
-            self.start()
-            with self._state:
-                process = self._process
-            if process is None:
-                raise BulkLost("it was closed")
-            return process.answer(job)
+            return self._live_process().answer(job)
         except (BulkLost, OSError) as error:
             self._bury()
             log.warning("the process that encodes long prompts is lost: %s", error)
@@ -141,18 +139,12 @@ class _Process:
     """One life of the process."""
 
     def __init__(self, launch: BulkLaunch) -> None:
-        """In a session of its own, out of reach of the terminal's Ctrl-C. Raises OSError."""
+        """Raises OSError or BulkLost."""
         self._launch = launch
         self._is_loaded = False
         self._connection, theirs = Pipe()
         with theirs:
-            self._process = subprocess.Popen(
-                [*launch.command, "--fd", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-            )
+            self._process = spawn(launch.command, theirs.fileno())
         self._send(launch.options)
 
     @property

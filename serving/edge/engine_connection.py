@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.serving.edge.child_process import spawn
 from headrace.serving.engine.link import FrameDecoder, LinkError, decode_to_edge, encode_frame
 from headrace.serving.engine.messages import ToEdge, ToEngine
 
@@ -45,20 +46,14 @@ class EngineConnection(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     async def open(self, launch: EngineLaunch) -> None:
-        """Spawn (never fork: JAX has threads) in a session of its own, out of reach of the terminal's Ctrl-C.
+        """Spawn it and connect.
 
         Raises OSError when the process cannot be started; nothing is left behind then.
         """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = subprocess.Popen(
-                    [*launch.command, "--fd", str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # The server's own output stays clean for whoever reads its URL.
-                )
+                self._process = spawn(launch.command, theirs.fileno())
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)

@@ -30,7 +30,7 @@ MAX_WAITING_BYTES = 64 << 20
 """Prompt bytes of all jobs that wait for a thread or are in one."""
 BULK_BYTES = 8 << 10
 BULK_MESSAGES = 64
-"""Prompts of more text or messages are long: on the machine of the measurements they take some 6 and 2 ms of CPU."""
+"""Prompts of more text or messages are long: on a CPU of 2 cores 3.6 ms and 1.5 ms of one of them."""
 MAX_UNREAD = 8
 NAMESPACE_VERSION = "headrace-cache/1"
 

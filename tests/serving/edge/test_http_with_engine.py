@@ -55,8 +55,9 @@ async def stream(http: httpx.AsyncClient, stack_: AsyncExitStack) -> AsyncIterat
 
 
 async def until_idle(client: EngineClient) -> None:
+    """All ended and all pages back: those that a step in flight names come with a frame after the last end."""
     async with asyncio.timeout(WAIT_S):
-        while client.in_flight:
+        while client.in_flight or client.stats.pages_free + client.stats.pages_cached < client.stats.pages_total:
             await asyncio.sleep(0.005)
 
 
