@@ -33,12 +33,15 @@ def attention(
 ) -> tuple[jax.Array, KVPool]:
     """x_TD is normalized. first_row: row of this layer's page 0. Returns (output [T, D], pool)."""
     # Queries are in the type of products, like every other activation that a product reads.
-    q_TNH = rotate(project("TD,DNH->TNH", x_TD, w.q_DNH), turn).astype(w.q_DNH.dtype)
-    k_TKH = rotate(project("TD,DKH->TKH", x_TD, w.k_DKH), turn)
-    v_TKH = project("TD,DKH->TKH", x_TD, w.v_DKH)
+    q_TNH = rotate(_heads(project("TD,DX->TX", x_TD, w.q_DX), cfg), turn).astype(w.q_DX.dtype)
+    k_TKH = rotate(_heads(project("TD,DY->TY", x_TD, w.k_DY), cfg), turn)
+    v_TKH = _heads(project("TD,DY->TY", x_TD, w.v_DY), cfg)
     new = to_pool(k_TKH, v_TKH, pool.dtype)
     spec = AttentionSpec(scale=cfg.head_dim**-0.5)
     out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, kernels=kernels)
-    # One contracted axis: with two, XLA:CPU transposes the weight in every step.
-    width = cfg.num_heads * cfg.head_dim
-    return project("TX,XD->TD", out_TNH.reshape(-1, width), w.o_NHD.reshape(width, -1)), pool
+    return project("TX,XD->TD", out_TNH.reshape(out_TNH.shape[0], -1), w.o_XD), pool
+
+
+def _heads(x_TX: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """[T, X] or [T, Y] as [T, heads, H]."""
+    return x_TX.reshape(x_TX.shape[0], -1, cfg.head_dim)

@@ -138,14 +138,14 @@ def arrange(spec: ParamSpec, values: np.ndarray, *, interleaved_rotary: bool) ->
         halves of a head alternate; they are put back into halves.
     Source: the permutation of convert_hf_to_gguf.py in ggml-org/llama.cpp (LlamaModel.permute).
     """
-    if not spec.num_input_axes:
+    if not spec.is_product:
         return np.ascontiguousarray(values, dtype=spec.dtype)
-    rows, columns = spec.stored_shape
+    columns = spec.shape[0]
     out = np.empty(spec.shape, spec.dtype)
-    if spec.is_rotated and interleaved_rotary:
-        heads, width = spec.shape[-2:]
-        pairs = values.reshape(heads, width // 2, 2, columns)
-        out.reshape(columns, heads, 2, width // 2)[...] = pairs.transpose(3, 0, 2, 1)
+    if spec.is_rotated and spec.head_dim is not None and interleaved_rotary:
+        half = spec.head_dim // 2
+        pairs = values.reshape(-1, half, 2, columns)
+        out.reshape(columns, -1, 2, half)[...] = pairs.transpose(3, 0, 2, 1)
     else:
-        out.reshape(columns, rows)[...] = values.T
+        out[...] = values.T
     return out

@@ -50,10 +50,13 @@ def _rms_norm(x_SD: jax.Array, scale_D: Leaf, eps: float) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=1)
 def _layer(w: LayerWeights[Leaf], cfg: ModelConfig, x_SD: jax.Array) -> jax.Array:
     a_SD = _rms_norm(x_SD, w.attn_norm_D, cfg.rms_norm_eps)
-    q_SNH = _rotate(jnp.einsum("SD,DNH->SNH", a_SD, _f32(w.q_DNH)), cfg.rope_theta)
-    k_SKH = _rotate(jnp.einsum("SD,DKH->SKH", a_SD, _f32(w.k_DKH)), cfg.rope_theta)
-    v_SKH = jnp.einsum("SD,DKH->SKH", a_SD, _f32(w.v_DKH))
-    x_SD = x_SD + jnp.einsum("SNH,NHD->SD", _attend(q_SNH, k_SKH, v_SKH), _f32(w.o_NHD))
+    H = cfg.head_dim
+    q_DNH, k_DKH, v_DKH = (_f32(x).reshape(x.shape[0], -1, H) for x in (w.q_DX, w.k_DY, w.v_DY))
+    q_SNH = _rotate(jnp.einsum("SD,DNH->SNH", a_SD, q_DNH), cfg.rope_theta)
+    k_SKH = _rotate(jnp.einsum("SD,DKH->SKH", a_SD, k_DKH), cfg.rope_theta)
+    v_SKH = jnp.einsum("SD,DKH->SKH", a_SD, v_DKH)
+    o_NHD = _f32(w.o_XD).reshape(-1, H, w.o_XD.shape[1])
+    x_SD = x_SD + jnp.einsum("SNH,NHD->SD", _attend(q_SNH, k_SKH, v_SKH), o_NHD)
     m_SD = _rms_norm(x_SD, w.ffn_norm_D, cfg.rms_norm_eps)
     gate_SF, up_SF = m_SD @ _f32(w.gate_DF), m_SD @ _f32(w.up_DF)
     return x_SD + (gate_SF * jax.nn.sigmoid(gate_SF) * up_SF) @ _f32(w.down_FD)

@@ -17,6 +17,8 @@ AXIS_LETTERS: Mapping[str, str] = MappingProxyType(
         "L": "layers",
         "N": "query heads",
         "K": "key and value heads",
+        "X": "query heads, flat: N * H",
+        "Y": "key and value heads, flat: K * H",
         "G": "query heads of one key head: N / K",
         "H": "width of one head",
         "P": "pages in the pool, page 0 is the null page",

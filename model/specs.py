@@ -25,10 +25,11 @@ class Init(StrEnum):
 class ParamSpec:
     """One weight.
 
-    name: path in ``Weights``, such as ``layers.3.q_DNH``. shape: in the order of the name's letters.
-    num_input_axes: leading axes that a product contracts; 0 for vectors and for the embedding, which are stored as
-      they are. Files store a matrix as [outputs, inputs], each flattened: ``stored_shape``.
-    is_rotated: the output axes are heads whose vectors are rotated by position.
+    name: path in ``Weights``, such as ``layers.3.q_DX``. shape: in the order of the name's letters.
+    is_product: a matrix whose first axis a product contracts. Files store it as [outputs, inputs]: ``stored_shape``.
+      Vectors and the embedding are stored as they are.
+    head_dim: width of the heads that an axis of heads is made of; None for weights without one.
+    is_rotated: the heads are rotated by position.
     """
 
     name: str
@@ -37,7 +38,8 @@ class ParamSpec:
     logical_axes: tuple[Axis, ...]
     init: Init
     source: SourceName
-    num_input_axes: int = 0
+    is_product: bool = False
+    head_dim: int | None = None
     is_rotated: bool = False
 
     @property
@@ -47,16 +49,12 @@ class ParamSpec:
     @property
     def num_inputs(self) -> int:
         """Terms of the sum that makes one output: 1 for a vector, D for the embedding used as a head."""
-        if self.num_input_axes:
-            return math.prod(self.shape[: self.num_input_axes])
-        return math.prod(self.shape[1:])
+        return self.shape[0] if self.is_product else math.prod(self.shape[1:])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in a file, rows first (GGUF writes the same in reverse order)."""
-        if not self.num_input_axes:
-            return self.shape
-        return math.prod(self.shape[self.num_input_axes :]), math.prod(self.shape[: self.num_input_axes])
+        return self.shape[::-1] if self.is_product else self.shape
 
 
 def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weights[ParamSpec]:
@@ -67,9 +65,11 @@ def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weight
     family = family_named(cfg.family)
     of = np.dtype(dtype)
     D, F, V = (cfg.width, Axis.WIDTH), (cfg.ffn_width, Axis.FFN), (cfg.vocab_size, Axis.VOCAB)
-    N, K, H = (cfg.num_heads, Axis.HEADS), (cfg.num_kv_heads, Axis.KV_HEADS), (cfg.head_dim, Axis.HEAD_DIM)
+    X, Y = (cfg.num_heads * cfg.head_dim, Axis.HEADS), (cfg.num_kv_heads * cfg.head_dim, Axis.KV_HEADS)
 
-    def weight(path: str, source: SourceName, *axes: tuple[int, Axis], inputs: int = 0, rot: bool = False) -> ParamSpec:
+    def weight(
+        path: str, source: SourceName, *axes: tuple[int, Axis], product: bool = False, rot: bool = False
+    ) -> ParamSpec:
         shape, names = tuple(size for size, _ in axes), tuple(axis for _, axis in axes)
         init = Init.ONES if len(axes) == 1 else Init.NORMAL
         return ParamSpec(
@@ -79,31 +79,33 @@ def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weight
             logical_axes=names,
             init=init,
             source=source,
-            num_input_axes=inputs,
+            is_product=product,
+            head_dim=cfg.head_dim if X in axes or Y in axes else None,
             is_rotated=rot,
         )
 
     def layer(i: int) -> LayerWeights[ParamSpec]:
-        def of_layer(field: str, *axes: tuple[int, Axis], inputs: int = 0, rot: bool = False) -> ParamSpec:
-            return weight(f"layers.{i}.{field}", family.layer[field].of_layer(i), *axes, inputs=inputs, rot=rot)
+        def of_layer(field: str, *axes: tuple[int, Axis], rot: bool = False) -> ParamSpec:
+            source = family.layer[field].of_layer(i)
+            return weight(f"layers.{i}.{field}", source, *axes, product=len(axes) == 2, rot=rot)
 
         return LayerWeights(
             attn_norm_D=of_layer("attn_norm_D", D),
-            q_DNH=of_layer("q_DNH", D, N, H, inputs=1, rot=True),
-            k_DKH=of_layer("k_DKH", D, K, H, inputs=1, rot=True),
-            v_DKH=of_layer("v_DKH", D, K, H, inputs=1),
-            o_NHD=of_layer("o_NHD", N, H, D, inputs=2),
+            q_DX=of_layer("q_DX", D, X, rot=True),
+            k_DY=of_layer("k_DY", D, Y, rot=True),
+            v_DY=of_layer("v_DY", D, Y),
+            o_XD=of_layer("o_XD", X, D),
             ffn_norm_D=of_layer("ffn_norm_D", D),
-            gate_DF=of_layer("gate_DF", D, F, inputs=1),
-            up_DF=of_layer("up_DF", D, F, inputs=1),
-            down_FD=of_layer("down_FD", F, D, inputs=1),
+            gate_DF=of_layer("gate_DF", D, F),
+            up_DF=of_layer("up_DF", D, F),
+            down_FD=of_layer("down_FD", F, D),
         )
 
     return Weights(
         embed_VD=weight("embed_VD", family.top["embed_VD"], V, D),
         layers=tuple(layer(i) for i in range(cfg.num_layers)),
         final_norm_D=weight("final_norm_D", family.top["final_norm_D"], D),
-        head_DV=None if cfg.tied_embeddings else weight("head_DV", family.top["head_DV"], D, V, inputs=1),
+        head_DV=None if cfg.tied_embeddings else weight("head_DV", family.top["head_DV"], D, V, product=True),
     )
 
 

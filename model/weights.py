@@ -15,10 +15,10 @@ LeafT = TypeVar("LeafT")
 @struct.dataclass
 class LayerWeights(Generic[LeafT]):
     attn_norm_D: LeafT
-    q_DNH: LeafT
-    k_DKH: LeafT
-    v_DKH: LeafT
-    o_NHD: LeafT
+    q_DX: LeafT
+    k_DY: LeafT
+    v_DY: LeafT
+    o_XD: LeafT
     ffn_norm_D: LeafT
     gate_DF: LeafT
     up_DF: LeafT

@@ -19,10 +19,10 @@ LLAMA = Family(
     layer=MappingProxyType(
         {
             "attn_norm_D": SourceName("blk.{layer}.attn_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
-            "q_DNH": SourceName("blk.{layer}.attn_q.weight", "model.layers.{layer}.self_attn.q_proj.weight"),
-            "k_DKH": SourceName("blk.{layer}.attn_k.weight", "model.layers.{layer}.self_attn.k_proj.weight"),
-            "v_DKH": SourceName("blk.{layer}.attn_v.weight", "model.layers.{layer}.self_attn.v_proj.weight"),
-            "o_NHD": SourceName("blk.{layer}.attn_output.weight", "model.layers.{layer}.self_attn.o_proj.weight"),
+            "q_DX": SourceName("blk.{layer}.attn_q.weight", "model.layers.{layer}.self_attn.q_proj.weight"),
+            "k_DY": SourceName("blk.{layer}.attn_k.weight", "model.layers.{layer}.self_attn.k_proj.weight"),
+            "v_DY": SourceName("blk.{layer}.attn_v.weight", "model.layers.{layer}.self_attn.v_proj.weight"),
+            "o_XD": SourceName("blk.{layer}.attn_output.weight", "model.layers.{layer}.self_attn.o_proj.weight"),
             "ffn_norm_D": SourceName(
                 "blk.{layer}.ffn_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"
             ),

@@ -67,10 +67,10 @@ def test_gguf_types_are_dequantized_as_the_gguf_package_does(tmp_path: Path, kin
         if x.ndim == 1:
             expected = x
         elif spec.is_rotated:
-            heads, width = spec.shape[-2:]
-            permuted = x.reshape(heads, 2, width // 2, -1).swapaxes(1, 2).reshape(x.shape)
+            half = TINY.head_dim // 2
+            permuted = x.reshape(-1, 2, half, TINY.width).swapaxes(1, 2).reshape(x.shape)
             y = gguf.dequantize(gguf.quantize(permuted, kind), kind)
-            expected = y.reshape(heads, width // 2, 2, -1).swapaxes(1, 2).reshape(x.shape)
+            expected = y.reshape(-1, half, 2, TINY.width).swapaxes(1, 2).reshape(x.shape)
         else:
             expected = gguf.dequantize(gguf.quantize(x, kind), kind)
         assert loaded.tobytes() == expected.astype(np.float32).tobytes(), spec.name
@@ -262,8 +262,8 @@ def test_smollm2_matches_the_gguf_package(smollm2_path: Path, smollm2: LoadedMod
     values = gguf.dequantize(reader["token_embd.weight"].data, reader["token_embd.weight"].tensor_type)
     assert model.weights.embed_VD.tobytes() == values.tobytes()
     q = gguf.dequantize(reader["blk.29.attn_q.weight"].data, reader["blk.29.attn_q.weight"].tensor_type)
-    q_DNH = q.reshape(9, 32, 2, 576).transpose(3, 0, 2, 1).reshape(576, 9, 64)
-    assert np.array_equal(model.weights.layers[29].q_DNH, q_DNH)
+    q_DX = q.reshape(9, 32, 2, 576).transpose(3, 0, 2, 1).reshape(576, 9 * 64)
+    assert np.array_equal(model.weights.layers[29].q_DX, q_DX)
     down = gguf.dequantize(reader["blk.7.ffn_down.weight"].data, reader["blk.7.ffn_down.weight"].tensor_type)
     assert np.array_equal(model.weights.layers[7].down_FD, down.T)
 

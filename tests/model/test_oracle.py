@@ -73,8 +73,12 @@ def test_an_untied_head_equal_to_the_embedding_gives_the_tied_logits() -> None:
 def test_repeating_key_heads_equals_grouping_them() -> None:
     weights = init_weights(TINY, seed=1)
     group = TINY.num_heads // TINY.num_kv_heads
+
+    def repeated(x_DY: np.ndarray) -> np.ndarray:
+        return x_DY.reshape(TINY.width, -1, TINY.head_dim).repeat(group, axis=1).reshape(TINY.width, -1)
+
     layers = tuple(
-        layer.replace(k_DKH=layer.k_DKH.repeat(group, axis=1), v_DKH=layer.v_DKH.repeat(group, axis=1))
+        layer.replace(k_DY=repeated(layer.k_DY), v_DY=repeated(layer.v_DY))
         for layer in weights.layers
     )
     full = replace(TINY, num_kv_heads=TINY.num_heads)

@@ -16,7 +16,7 @@ from headrace.model.specs import param_specs, weight_bytes
 from tests.model.tiny import TINY
 
 UNTIED = replace(TINY, tied_embeddings=False)
-SIZES = {"V": 96, "D": 64, "F": 96, "N": 4, "K": 2, "H": 16}
+SIZES = {"V": 96, "D": 64, "F": 96, "X": 4 * 16, "Y": 2 * 16}
 
 
 def test_shapes_and_axes_follow_the_letters_of_the_names() -> None:
@@ -27,9 +27,7 @@ def test_shapes_and_axes_follow_the_letters_of_the_names() -> None:
         assert len(spec.logical_axes) == len(letters)
         for letter, axis in zip(letters, spec.logical_axes, strict=True):
             axes.setdefault(letter, set()).add(axis)
-    assert axes == {
-        "V": {"vocab"}, "D": {"width"}, "F": {"ffn"}, "N": {"heads"}, "K": {"kv_heads"}, "H": {"head_dim"}
-    }  # fmt: skip
+    assert axes == {"V": {"vocab"}, "D": {"width"}, "F": {"ffn"}, "X": {"heads"}, "Y": {"kv_heads"}}
     assert axes.keys() <= AXIS_LETTERS.keys()
 
 
@@ -50,8 +48,8 @@ def test_every_weight_has_a_source_name_of_its_own(family: Family, file_format: 
 
 def test_stored_shapes_are_outputs_by_inputs() -> None:
     layer = param_specs(TINY).layers[0]
-    assert layer.q_DNH.stored_shape == (64, 64) and layer.k_DKH.stored_shape == (32, 64)
-    assert layer.o_NHD.stored_shape == (64, 64) and layer.down_FD.stored_shape == (64, 96)
+    assert layer.q_DX.stored_shape == (64, 64) and layer.k_DY.stored_shape == (32, 64)
+    assert layer.o_XD.stored_shape == (64, 64) and layer.down_FD.stored_shape == (64, 96)
     assert layer.up_DF.stored_shape == (96, 64) and layer.attn_norm_D.stored_shape == (64,)
     assert param_specs(TINY).embed_VD.stored_shape == (96, 64)
 
@@ -77,8 +75,8 @@ def test_random_weights_are_seeded_and_independent_of_other_weights() -> None:
         assert x.tobytes() == y.tobytes()
         assert x.ndim == 1 or x.tobytes() != z.tobytes()
     deeper = init_weights(replace(TINY, num_layers=3), 1)
-    assert np.array_equal(deeper.layers[1].q_DNH, a.layers[1].q_DNH)
-    assert not np.array_equal(a.layers[0].q_DNH, a.layers[1].q_DNH)
+    assert np.array_equal(deeper.layers[1].q_DX, a.layers[1].q_DX)
+    assert not np.array_equal(a.layers[0].q_DX, a.layers[1].q_DX)
 
 
 def test_random_weights_keep_the_scale_of_their_input() -> None:

@@ -55,9 +55,8 @@ def stored(cfg: ModelConfig, weights: Weights[np.ndarray]) -> Iterator[tuple[Par
     """Each spec with its weight as a file stores it: [outputs, inputs], rotated heads in halves."""
     for spec, leaf in zip(jax.tree.leaves(param_specs(cfg)), jax.tree.leaves(weights), strict=True):
         x = np.asarray(leaf)
-        if spec.num_input_axes:
-            rows, columns = spec.stored_shape
-            x = np.ascontiguousarray(x.reshape(columns, rows).T)
+        if spec.is_product:
+            x = np.ascontiguousarray(x.T)
         yield spec, x
 
 
@@ -88,9 +87,8 @@ def write_gguf(
     writer.add_eos_token_id(cfg.eos_ids[0])
     for spec, x in stored(cfg, weights):
         if spec.is_rotated:
-            heads, width = spec.shape[-2:]
-            x = x.reshape(heads, 2, width // 2, -1).swapaxes(1, 2).reshape(x.shape)
-        of = kind if spec.num_input_axes or x.ndim == 2 else gguf.GGMLQuantizationType.F32
+            x = x.reshape(-1, 2, cfg.head_dim // 2, cfg.width).swapaxes(1, 2).reshape(x.shape)
+        of = kind if spec.is_product or x.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(spec.source.gguf, gguf.quantize(x, of), raw_dtype=of)
     for name, x in extra.items():
         writer.add_tensor(name, x)
