@@ -19,6 +19,7 @@ class Chip:
     topology: what ``topologies.get_topology_desc`` calls the smallest slice of TPUs. clock_hz: None where no source
     gives it. fp8: the type that 8-bit float pages have; None = refused. has_bfloat16_vectors: False for TPUs whose
     vector unit knows float32 only: bfloat16 is unpacked for it and packed again, 8 bits are widened twice.
+    bfloat16_tile_rows: rows of the tiles that XLA's products read bfloat16 matrices in on a TPU.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Chip:
     topology: str | None = None
     clock_hz: float | None = None
     has_bfloat16_vectors: bool = True
+    bfloat16_tile_rows: int = 8
 
 
 _TPU, _GPU = Implementation.TPU, Implementation.GPU
@@ -86,6 +88,7 @@ CHIPS = {
             on_chip_bytes=64 * MIB,
             fp8="float8_e4m3fn",
             topology="tpu7x:2x2x1",
+            bfloat16_tile_rows=16,
         ),
         Chip(
             name="h100",

@@ -11,7 +11,7 @@ from headrace.serving.app.build import DEFAULT_MEMORY_FRACTION, BuiltEngine, Eng
 from headrace.serving.engine.ports import Progress
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_device, platform_of
 from headrace.serving.runner.compile_cache import use_compile_cache
-from headrace.serving.runner.memory import limit_of, measure
+from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.runner import JaxRunner
 
 
@@ -31,6 +31,8 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
     if limit_bytes is not None:
         progress("measuring the largest program", 0, 1)
         resolved = _in_memory(options, config, model.weights, resolved, backend, limit_bytes)
+    elif platform_of(device) != "cpu" and (free := free_bytes(device)) is not None:
+        check_pages(config, model.weights, resolved.scheduler, backend, limit_bytes=free)
     kernels = backend.kernels
     return BuiltEngine(
         runner=JaxRunner(model, resolved.scheduler, backend=backend),

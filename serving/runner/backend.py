@@ -10,6 +10,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
 from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
@@ -65,6 +66,21 @@ class Backend:
     kv_dtype: np.dtype = np.dtype(np.float32)
     scan_layers: bool = False
     kv_as_bits: bool = False
+
+    @property
+    def sharding(self) -> SingleDeviceSharding | None:
+        """All on the device; None = on JAX's default."""
+        return None if self.device is None else SingleDeviceSharding(self.device)
+
+    @property
+    def chip(self) -> Chip | None:
+        """What the device is, whosever kernels run; None on a CPU, and where it is not known."""
+        if self.device is None or platform_of(self.device) == "cpu":
+            return None
+        try:
+            return chip_of(self.device.device_kind)
+        except UnsupportedCase:
+            return None
 
     @property
     def kv_format(self) -> KVFormat:

@@ -16,6 +16,7 @@ import jax
 
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import new_pool
+from headrace.model.sampling import SamplingState
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.types import Implementation, KVPool
 from headrace.serving.core.config import SchedulerConfig
@@ -27,25 +28,49 @@ from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.sampling_state import initial_state
 from headrace.serving.runner.warmup import Program
-from headrace.serving.runner.weights import arranged
+from headrace.serving.runner.weights import arranged, laid_out, shapes_of
 
 SAMPLE_PAGES = 8
 """Pages that are measured together, and divided by: a single one could get a layout of its own."""
 
 
-def limit_of(device: jax.Device) -> int:
-    """Bytes that may be allocated on a device now: JAX's own limit less what is allocated, or free memory on a CPU.
-
-    Raises: ConfigError where the device does not say.
-    """
+def free_bytes(device: jax.Device) -> int | None:
+    """What may be allocated on a device now: JAX's own limit less what is allocated, or free memory on a CPU. None: the
+    device does not say."""
     if platform_of(device) == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
+        return None
+    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+
+
+def limit_of(device: jax.Device) -> int:
+    """``free_bytes``. Raises: ConfigError where the device does not say."""
+    free = free_bytes(device)
+    if free is None:
         raise ConfigError(
             f"--memory-fraction: {describe_device(device)} does not say how much memory it has; give --kv-memory"
         )
-    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    return free
+
+
+def check_pages(
+    cfg: ModelConfig, weights: Weights[Any], config: SchedulerConfig, backend: Backend, *, limit_bytes: int
+) -> None:
+    """Refuse a number of pages that was given and cannot fit, before minutes of compiling. Nothing is compiled that
+    takes time, so temporaries are not counted.
+
+    Raises: ConfigError with the sum.
+    """
+    known = _arguments(cfg, weights, config, backend, limit_bytes=limit_bytes, fraction=1.0)
+    if known.total_bytes(config.num_pages) > limit_bytes:
+        most = max((limit_bytes - known.fixed_bytes) // known.page_bytes, 0)
+        raise ConfigError(
+            f"{config.num_pages:,} KV pages take {config.num_pages * known.page_bytes:,} bytes; of {limit_bytes:,} free "
+            f"bytes weights take {known.weights_bytes:,} and sampling state {known.state_bytes:,}, which leaves room "
+            f"for {most:,} pages. Give less as --pages or --kv-memory, or neither: --memory-fraction finds what fits"
+        )
 
 
 def measure(
@@ -63,17 +88,8 @@ def measure(
       weights: arrays or shapes, one layer at a time; nothing is placed on the device.
     Raises: ConfigError naming --attention where its kernels cannot run the largest step.
     """
-    placed = arranged(shapes_of(weights), scan=backend.scan_layers)
-    state = jax.eval_shape(lambda: initial_state(config.num_slots, cfg.vocab_size))
-    known = DeviceMemory(
-        limit_bytes=limit_bytes,
-        fraction=fraction,
-        weights_bytes=argument_bytes(placed, backend),
-        state_bytes=argument_bytes(state, backend),
-        temporary_bytes=0,
-        steps_bytes=0,
-        page_bytes=-(-argument_bytes(_pool(cfg, config, backend, SAMPLE_PAGES), backend) // SAMPLE_PAGES),
-    )
+    known = _arguments(cfg, weights, config, backend, limit_bytes=limit_bytes, fraction=fraction)
+    placed, state = _placed(weights, backend), _state(cfg, config)
 
     def program(bucket: Bucket, pages: int) -> _Sizes:
         layout = InputLayout(bucket, config, cfg.vocab_size)
@@ -96,6 +112,38 @@ def measure(
         page_temporary_bytes=max(growth for _, growth in lines),
         steps_bytes=config.max_steps_in_flight * (largest.packed + largest.results),
     )
+
+
+def _arguments(
+    cfg: ModelConfig,
+    weights: Weights[Any],
+    config: SchedulerConfig,
+    backend: Backend,
+    *,
+    limit_bytes: int,
+    fraction: float,
+) -> DeviceMemory:
+    """What lives from start to end; temporaries and steps are 0."""
+    return DeviceMemory(
+        limit_bytes=limit_bytes,
+        fraction=fraction,
+        weights_bytes=argument_bytes(_placed(weights, backend), backend),
+        state_bytes=argument_bytes(_state(cfg, config), backend),
+        temporary_bytes=0,
+        steps_bytes=0,
+        page_bytes=-(-argument_bytes(_pool(cfg, config, backend, SAMPLE_PAGES), backend) // SAMPLE_PAGES),
+    )
+
+
+def _placed(weights: Weights[Any], backend: Backend) -> Weights[Any]:
+    """Shapes."""
+    return laid_out(arranged(shapes_of(weights), scan=backend.scan_layers), backend.chip, backend.sharding)
+
+
+def _state(cfg: ModelConfig, config: SchedulerConfig) -> SamplingState:
+    """Shapes."""
+    shapes: SamplingState = jax.eval_shape(lambda: initial_state(config.num_slots, cfg.vocab_size))
+    return shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +176,6 @@ def _pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, pages: in
         lambda: new_pool(cfg, pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits)
     )
     return shapes
-
-
-def shapes_of(tree: Any) -> Any:
-    """The same tree with shapes and types for arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def argument_bytes(tree: Any, backend: Backend) -> int:

@@ -18,7 +18,6 @@ from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
 from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.memory import shapes_of
 from headrace.serving.runner.programs import program_name, read_sampled, step_program
 from headrace.serving.runner.sampling_state import (
     SCALARS,
@@ -29,7 +28,7 @@ from headrace.serving.runner.sampling_state import (
     pack_load,
 )
 from headrace.serving.runner.warmup import Program, compile_programs, on_device
-from headrace.serving.runner.weights import place
+from headrace.serving.runner.weights import laid_out, place, shapes_of
 
 _LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
 
@@ -74,7 +73,7 @@ class JaxRunner:
         self._config = config
         self._backend = backend
         self._vocab_size = model.config.vocab_size
-        self._weights = place(model.weights, backend.device, scan=backend.scan_layers)
+        self._weights = place(model.weights, backend.device, scan=backend.scan_layers, chip=backend.chip)
         with on_device(backend.device):
             self._pool = new_pool(
                 model.config, config.num_pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits
@@ -185,6 +184,7 @@ class JaxRunner:
 
     def _program_list(self) -> dict[str, Program]:
         weights, pool, state = shapes_of((self._weights, self._pool, self._state))
+        weights = laid_out(weights, self._backend.chip, self._backend.sharding)
         rows = neutral_load(self._config.num_slots, self._vocab_size).rows
         scalars = jax.ShapeDtypeStruct((SCALARS,), jnp.int32)
         kernels = self._backend.kernels

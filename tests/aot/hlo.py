@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """shapes: of the result, one for each member of a tuple."""
+    """shapes: of the result, one for each member of a tuple; of a copy-start, the copy alone."""
 
     name: str
     opcode: str
@@ -60,9 +60,10 @@ def instructions(text: str) -> Iterator[Instruction]:
             opcode = _OPCODE.search(found["rest"])
             if opcode:
                 result = found["rest"][: opcode.start("opcode")]
-                yield Instruction(
-                    name=found["name"], opcode=opcode["opcode"], shapes=_shapes(result), text=line.strip()
-                )
+                shapes = _shapes(result)
+                if opcode["opcode"] == "copy-start":
+                    shapes = shapes[:1]  # the others are what is copied, and a flag
+                yield Instruction(name=found["name"], opcode=opcode["opcode"], shapes=shapes, text=line.strip())
 
 
 def _shapes(result: str) -> tuple[Shape, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import new_pool
@@ -16,7 +17,7 @@ from headrace.serving.core.plan import ProgramKind
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import program_name, step_program
 from headrace.serving.runner.sampling_state import initial_state
-from headrace.serving.runner.weights import arranged
+from headrace.serving.runner.weights import arranged, laid_out
 from scripts.device_steps import LLAMA_8B_2_LAYERS
 from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built, size_bytes
 from tests.model.tiny import SMOLLM2
@@ -62,8 +63,10 @@ def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
                     yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="int8")
 
 
-def build_step(step: WholeStep) -> Built:
-    """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; bf16 weights, scanned."""
+def build_step(step: WholeStep, sharding: Sharding | None = None) -> Built:
+    """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; bf16 weights, scanned.
+
+    sharding: of weights that ask for a layout; None: they do not."""
     cfg, page = step.config, PAGE_TOKENS[step.kv_dtype]
     config = SchedulerConfig(
         num_slots=SLOTS,
@@ -79,6 +82,8 @@ def build_step(step: WholeStep) -> Built:
     layout = InputLayout(bucket, config, cfg.vocab_size)
     specs = param_specs(cfg, jnp.bfloat16)
     weights = arranged(jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs), scan=True)
+    if sharding is not None:
+        weights = laid_out(weights, CHIPS[step.chip], sharding)
     pool = jax.eval_shape(lambda: new_pool(cfg, config.num_pages, page, jnp.dtype(step.kv_dtype)))
     state = jax.eval_shape(lambda: initial_state(SLOTS, cfg.vocab_size))
     kernels = Kernels(implementation=CHIPS[step.chip].implementation, chip=step.chip)

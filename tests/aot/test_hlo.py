@@ -61,3 +61,10 @@ def test_an_array_that_reaches_the_bound_is_found_in_memory_but_not_on_the_chip(
     assert len(found(entry="%w = bf16[1024,512]{1,0:T(8,128)} fusion(%x), calls=%fused_computation.9")) == 1
     assert found(entry="%w = bf16[1024,512]{1,0:T(8,128)S(1)} fusion(%x), calls=%fused_computation.9") == []
     assert found(entry="%w = bf16[1023,512]{1,0:T(8,128)} fusion(%x), calls=%fused_computation.9") == []
+
+
+def test_what_a_copy_is_started_from_is_not_made_by_it() -> None:
+    """Weights brought onto the chip ahead of their use."""
+    there, here = "bf16[1024,512]{1,0:T(8,128)S(1)}", "bf16[1024,512]{1,0:T(8,128)}"
+    assert found(entry=f"%start = ({there}, {here}, u32[]{{:S(2)}}) copy-start(%w)") == []
+    assert len(found(entry=f"%start = ({here}, {here}, u32[]{{:S(2)}}) copy-start(%w)")) == 1

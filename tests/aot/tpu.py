@@ -46,6 +46,11 @@ def mesh_of(chip: str) -> Mesh:
     return Mesh(np.array(topology.devices[:1]), ("one",))
 
 
+def sharding_of(chip: str) -> NamedSharding:
+    """All on one device of a chip."""
+    return NamedSharding(mesh_of(chip), PartitionSpec())
+
+
 def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
     """Pools are row-major, and so are the values of weights that our kernels read. They are by default, with two
     exceptions, which XLA turns around for the kernel: the factors of 8-bit pages of fewer than 128 tokens, on all
@@ -54,14 +59,15 @@ def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
 
     Raises: what tracing, Mosaic or XLA raise.
     """
-    mesh = mesh_of(chip)
-    sharding = NamedSharding(mesh, PartitionSpec())
+    mesh, sharding = mesh_of(chip), sharding_of(chip)
 
     def row_major(x: jax.ShapeDtypeStruct) -> Format:
         return Format(Layout(tuple(range(len(x.shape)))), sharding)
 
     def argument(node: Any) -> Any:
         def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            if x.format.layout is not None:
+                return x
             is_row_major = isinstance(node, KVPool) or any(x is leaf for leaf in built.row_major)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_major(x) if is_row_major else sharding)
 

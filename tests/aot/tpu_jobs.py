@@ -14,7 +14,7 @@ def entry(of: Entry, dump: Path) -> Outcome:
 
 
 def step(of: WholeStep, dump: Path) -> Outcome:
-    return tpu.check(of.name, of.chip, steps.build_step(of), dump, needs_kernel=True)
+    return tpu.check(of.name, of.chip, steps.build_step(of, tpu.sharding_of(of.chip)), dump, needs_kernel=True)
 
 
 def fault(name: str, dump: Path) -> Outcome:

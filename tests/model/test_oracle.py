@@ -77,10 +77,7 @@ def test_repeating_key_heads_equals_grouping_them() -> None:
     def repeated(x_DY: np.ndarray) -> np.ndarray:
         return x_DY.reshape(TINY.width, -1, TINY.head_dim).repeat(group, axis=1).reshape(TINY.width, -1)
 
-    layers = tuple(
-        layer.replace(k_DY=repeated(layer.k_DY), v_DY=repeated(layer.v_DY))
-        for layer in weights.layers
-    )
+    layers = tuple(layer.replace(k_DY=repeated(layer.k_DY), v_DY=repeated(layer.v_DY)) for layer in weights.layers)
     full = replace(TINY, num_kv_heads=TINY.num_heads)
     a, b = logits_SV(weights, TINY, [9, 8, 7, 6]), logits_SV(weights.replace(layers=layers), full, [9, 8, 7, 6])
     np.testing.assert_allclose(a, b, atol=1e-5)

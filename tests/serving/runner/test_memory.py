@@ -18,11 +18,11 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.memory import argument_bytes, limit_of, measure, shapes_of
+from headrace.serving.runner.memory import argument_bytes, check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.runner import JaxRunner
 from headrace.serving.runner.sampling_state import initial_state
-from headrace.serving.runner.weights import arranged
+from headrace.serving.runner.weights import arranged, shapes_of
 from tests.model.tiny import TINY
 from tests.serving.runner.plans import CONFIG as LONG_LADDER
 
@@ -129,6 +129,17 @@ def test_weights_that_leave_no_room_are_an_error_with_the_sum() -> None:
         _ = replace(memory_of("float32"), limit_bytes=700_000, fraction=0.5).num_pages
 
 
+def test_given_pages_that_cannot_fit_are_refused_before_anything_is_compiled() -> None:
+    memory, backend = memory_of("float32"), BACKENDS["float32"]
+    weights = init_weights(UNTIED, 1, backend.dtype)
+    limit = memory.weights_bytes + memory.state_bytes + 10 * memory.page_bytes
+    check_pages(UNTIED, weights, replace(CONFIG, num_pages=10), backend, limit_bytes=limit)
+    with pytest.raises(ConfigError, match=r"11 KV pages take .* room for 10 pages .* --pages or --kv-memory"):
+        check_pages(UNTIED, weights, replace(CONFIG, num_pages=11), backend, limit_bytes=limit)
+    with pytest.raises(ConfigError, match="room for 0 pages"):
+        check_pages(UNTIED, weights, replace(CONFIG, num_pages=2), backend, limit_bytes=1000)
+
+
 def test_nothing_is_allocated_to_measure() -> None:
     before = sum(array.nbytes for array in jax.live_arrays())
     assert argument_bytes(jax.ShapeDtypeStruct((1 << 40,), jnp.int8), Backend()) == 1 << 40
@@ -141,5 +152,6 @@ def test_limits() -> None:
     device = SimpleNamespace(platform="gpu", device_kind="x", memory_stats=lambda: stats)
     assert limit_of(device) == 990  # type: ignore[arg-type]
     silent = SimpleNamespace(platform="tpu", device_kind="TPU v9", memory_stats=lambda: None)
+    assert free_bytes(silent) is None  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"--memory-fraction: tpu \(TPU v9\) does not say .* --kv-memory"):
         limit_of(silent)  # type: ignore[arg-type]
