@@ -134,7 +134,7 @@ def test_given_pages_that_cannot_fit_are_refused_before_anything_is_compiled() -
     weights = init_weights(UNTIED, 1, backend.dtype)
     limit = memory.weights_bytes + memory.state_bytes + 10 * memory.page_bytes
     check_pages(UNTIED, weights, replace(CONFIG, num_pages=10), backend, limit_bytes=limit)
-    with pytest.raises(ConfigError, match=r"11 KV pages take .* room for 10 pages .* --pages or --kv-memory"):
+    with pytest.raises(ConfigError, match=r"11 KV pages take .* room for 10 pages\. .* --pages or --kv-memory"):
         check_pages(UNTIED, weights, replace(CONFIG, num_pages=11), backend, limit_bytes=limit)
     with pytest.raises(ConfigError, match="room for 0 pages"):
         check_pages(UNTIED, weights, replace(CONFIG, num_pages=2), backend, limit_bytes=1000)
