@@ -67,9 +67,9 @@ def check_pages(
     if known.total_bytes(config.num_pages) > limit_bytes:
         most = max((limit_bytes - known.fixed_bytes) // known.page_bytes, 0)
         raise ConfigError(
-            f"{config.num_pages:,} KV pages take {config.num_pages * known.page_bytes:,} bytes; of {limit_bytes:,} bytes "
-            f"weights take {known.weights_bytes:,} and sampling state {known.state_bytes:,}, which leaves room for "
-            f"{most:,} pages. Give less as --pages or --kv-memory, or neither: --memory-fraction finds what fits"
+            f"{config.num_pages:,} KV pages take {config.num_pages * known.page_bytes:,}; of {limit_bytes:,} bytes "
+            f"weights take {known.weights_bytes:,} and sampling state {known.state_bytes:,}: room for {most:,} pages. "
+            f"Give less as --pages or --kv-memory, or neither: --memory-fraction finds what fits"
         )
 
 
