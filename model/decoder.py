@@ -20,6 +20,7 @@ from headrace.model.rope import Rotation, rotation
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool
+from headrace.sharding.collectives import ONE_DEVICE, MeshAxis, Shards, VocabularyShard
 
 Array = jax.Array
 
@@ -60,18 +61,20 @@ def forward(
     cfg: ModelConfig,
     *,
     kernels: Kernels = Kernels(),
+    shards: Shards = ONE_DEVICE,
 ) -> tuple[Array, KVPool]:
     """Run all layers over the step's tokens.
 
     Args:
       weights: arrays, layers unrolled or stacked. inputs: every id and index in range (nothing is checked here).
       pool: see new_pool; donate it. kernels: which code runs attention.
+      shards: inside ``shard_map``, what this device's weights and pages are a part of; cfg stays that of the whole.
     Returns: (float32 hidden states [T, D] after the final norm, pool).
     """
     turn = rotation(inputs.position_T, cfg.head_dim, cfg.rope_theta)
     pages = pool.pages_RKWC.shape[0] // cfg.num_layers
-    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, kernels=kernels)
-    x_TD = weights.embed_VD.at[inputs.token_T].get(mode="promise_in_bounds").astype(jnp.float32)
+    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, kernels=kernels, shards=shards)
+    x_TD = _embed(weights.embed_VD, inputs.token_T, shards.tensor)
     first_row_L = jnp.arange(cfg.num_layers, dtype=jnp.int32) * pages
     if isinstance(weights.layers, LayerWeights):
         (x_TD, pool), _ = lax.scan(
@@ -83,8 +86,16 @@ def forward(
     return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool
 
 
+def _embed(embed_VD: Array, token_T: Array, axis: MeshAxis) -> Array:
+    """float32 [T, D]. Each device holds rows of the embedding; all but one give zeros."""
+    if axis.size == 1:
+        return embed_VD.at[token_T].get(mode="promise_in_bounds").astype(jnp.float32)
+    index_T = VocabularyShard(axis=axis, size=embed_VD.shape[0] * axis.size).index_of(token_T)
+    return axis.sum(embed_VD.at[index_T].get(mode="fill", fill_value=0).astype(jnp.float32))
+
+
 def logits(weights: Weights[Array], hidden_TD: Array) -> Array:
-    """float32 [T, V]; a tied head reads the embedding."""
+    """float32 [T, V], of this device's part of the vocabulary; a tied head reads the embedding."""
     if weights.head_DV is None:
         return project("TD,VD->TV", hidden_TD, weights.embed_VD)
     return project("TD,DV->TV", hidden_TD, weights.head_DV)
@@ -96,7 +107,7 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
 
 
 # Jitted by itself, so that unrolled layers are traced and lowered once per program and not once per layer.
-@functools.partial(jax.jit, static_argnames=("cfg", "kernels"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kernels", "shards"))
 def _layer(
     x_TD: Array,
     pool: KVPool,
@@ -107,12 +118,14 @@ def _layer(
     turn: Rotation,
     meta: AttnMeta,
     kernels: Kernels,
+    shards: Shards,
 ) -> tuple[Array, KVPool]:
     attended_TD, pool = attention(
         w, cfg, rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps), pool, first_row, turn, meta, kernels
     )
-    x_TD = x_TD + attended_TD
+    # Each device has its heads' part of the sum over heads, and its part of the feed-forward layer's width.
+    x_TD = x_TD + shards.tensor.sum(attended_TD)
     m_TD = rms_norm(x_TD, w.ffn_norm_D, cfg.rms_norm_eps)
     gate_TF = project("TD,DF->TF", m_TD, w.gate_DF)
     up_TF = project("TD,DF->TF", m_TD, w.up_DF)
-    return x_TD + project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD), pool
+    return x_TD + shards.tensor.sum(project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD)), pool

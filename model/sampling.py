@@ -20,10 +20,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from headrace.model.draw import invert
 from headrace.pallas_kernels import api
-from headrace.pallas_kernels.sample.reference import invert, lane_sums
+from headrace.pallas_kernels.sample.reference import lane_sums
 from headrace.pallas_kernels.types import Kernels
 from headrace.serving.core.request import MAX_LOGPROBS
+from headrace.sharding.collectives import ALONE, MeshAxis, VocabularyShard
 
 Array = jax.Array
 
@@ -84,7 +86,12 @@ def num_alternatives(vocab_size: int) -> int:
 
 
 def sample(
-    logits_RV: Array, state: SamplingState, slot_R: Array, position_R: Array, holds_stops_R: Array
+    logits_RV: Array,
+    state: SamplingState,
+    slot_R: Array,
+    position_R: Array,
+    holds_stops_R: Array,
+    axis: MeshAxis = ALONE,
 ) -> tuple[Sampled, SamplingState]:
     """Choose one id per row and record it in the rows' slots.
 
@@ -92,24 +99,30 @@ def sample(
       logits_RV: float32, of the model. state: donate it.
       slot_R: i32 in [0, num_slots]; each real slot at most once.
       position_R: i32, the index that the new token gets. holds_stops_R: bool, min_tokens is not reached.
+      axis: of the mesh, over which V is cut, of the logits and of the state's rows of V; all results are whole. Sums
+        over V are then of partial sums: a cut or a draw can differ from that of one device where they round otherwise.
     """
-    top_R = logits_RV.max(axis=-1)
+    vocabulary = VocabularyShard(axis=axis, size=logits_RV.shape[1] * axis.size)
+    top_R = axis.max(logits_RV.max(axis=-1))
     # A sum keeps NaN and infinities; the maximum does not keep NaN on CPU (jaxlib 0.10.2, from some 1,000 ids on).
-    is_finite_R = jnp.isfinite(lane_sums(logits_RV).sum(axis=-1))
+    is_finite_R = jnp.isfinite(axis.sum(lane_sums(logits_RV).sum(axis=-1)))
     has_penalty_R = (
         (state.repetition_B[slot_R] != 1) | (state.presence_B[slot_R] != 0) | (state.frequency_B[slot_R] != 0)
     )
     has_mask_R = state.is_masked_B[slot_R] | holds_stops_R
     draws_R = state.temperature_B[slot_R] > 0
 
+    def mask(x_RV: Array) -> Array:
+        return _mask(x_RV, state, slot_R, holds_stops_R, vocabulary)
+
     def choose() -> tuple[Array, Array]:
-        edited_RV = lax.cond(has_mask_R.any(), lambda x: _mask(x, state, slot_R, holds_stops_R), lambda x: x, logits_RV)
+        edited_RV = lax.cond(has_mask_R.any(), mask, lambda x: x, logits_RV)
         edited_RV = lax.cond(has_penalty_R.any(), lambda x: _penalize(x, state, slot_R), lambda x: x, edited_RV)
-        best_R = edited_RV.max(axis=-1)
-        greedy_R = _first_equal(edited_RV, best_R)
+        best_R = axis.max(edited_RV.max(axis=-1))
+        greedy_R = _first_equal(edited_RV, best_R, vocabulary)
         token_R = lax.cond(
             draws_R.any(),
-            lambda: jnp.where(draws_R, _draw(edited_RV, best_R, state, slot_R, position_R), greedy_R),
+            lambda: jnp.where(draws_R, _draw(edited_RV, best_R, state, slot_R, position_R, vocabulary), greedy_R),
             lambda: greedy_R,
         )
         return token_R, best_R > -jnp.inf
@@ -117,9 +130,9 @@ def sample(
     token_R, has_choice_R = lax.cond(
         (has_mask_R | has_penalty_R | draws_R).any(),
         choose,
-        lambda: (_first_equal(logits_RV, top_R), jnp.ones_like(is_finite_R)),
+        lambda: (_first_equal(logits_RV, top_R, vocabulary), jnp.ones_like(is_finite_R)),
     )
-    rows, alternatives = logits_RV.shape[0], num_alternatives(logits_RV.shape[1])
+    rows, alternatives = logits_RV.shape[0], num_alternatives(vocabulary.size)
     no_logprobs = (
         jnp.zeros(rows),
         jnp.zeros(rows, jnp.int32),
@@ -127,26 +140,26 @@ def sample(
         jnp.zeros((rows, alternatives)),
     )
     logprobs = lax.cond(
-        state.wants_logprobs_B[slot_R].any(), lambda: _logprobs(logits_RV, top_R, token_R), lambda: no_logprobs
+        state.wants_logprobs_B[slot_R].any(),
+        lambda: _logprobs(logits_RV, top_R, token_R, vocabulary),
+        lambda: no_logprobs,
     )
     state = state.replace(
         last_token_B=state.last_token_B.at[slot_R].set(token_R, mode="promise_in_bounds"),
-        output_count_BV=state.output_count_BV.at[slot_R, token_R].add(1, mode="promise_in_bounds"),
+        output_count_BV=state.output_count_BV.at[slot_R, vocabulary.index_of(token_R)].add(1, mode="drop"),
     )
     return Sampled(token_R, is_finite_R & has_choice_R, *logprobs), state
 
 
-def _first_equal(x_RV: Array, value_R: Array) -> Array:
+def _first_equal(x_RV: Array, value_R: Array, vocabulary: VocabularyShard) -> Array:
     """Lowest id whose value equals value_R; a valid id also where none does (NaN). Two plain reductions vectorize on
     CPU, where an argmax is a scalar loop."""
-    ids = jnp.arange(x_RV.shape[1], dtype=jnp.int32)
-    found_R = jnp.where(x_RV == value_R[:, None], ids, x_RV.shape[1]).min(axis=-1)
-    return jnp.minimum(found_R, x_RV.shape[1] - 1)
+    found_R = jnp.where(x_RV == value_R[:, None], vocabulary.ids(), vocabulary.size).min(axis=-1)
+    return jnp.minimum(vocabulary.axis.min(found_R), vocabulary.size - 1)
 
 
-def _mask(x_RV: Array, state: SamplingState, slot_R: Array, holds_stops_R: Array) -> Array:
-    vocab = x_RV.shape[1]
-    held_RS = jnp.where(holds_stops_R[:, None], state.stop_id_BS[slot_R], vocab)
+def _mask(x_RV: Array, state: SamplingState, slot_R: Array, holds_stops_R: Array, vocabulary: VocabularyShard) -> Array:
+    held_RS = vocabulary.index_of(jnp.where(holds_stops_R[:, None], state.stop_id_BS[slot_R], vocabulary.size))
     rows = jnp.arange(x_RV.shape[0])[:, None]
     x_RV = x_RV.at[rows, held_RS].set(-jnp.inf, mode="drop")
     return x_RV + jnp.where(state.is_masked_B[slot_R, None], state.bias_BV[slot_R], 0)
@@ -161,7 +174,9 @@ def _penalize(x_RV: Array, state: SamplingState, slot_R: Array) -> Array:
     return x_RV - jnp.where(count_RV > 0, state.presence_B[slot_R, None], 0)
 
 
-def _draw(x_RV: Array, best_R: Array, state: SamplingState, slot_R: Array, position_R: Array) -> Array:
+def _draw(
+    x_RV: Array, best_R: Array, state: SamplingState, slot_R: Array, position_R: Array, vocabulary: VocabularyShard
+) -> Array:
     temperature_R = state.temperature_B[slot_R]
     scale_R = jnp.where(temperature_R > 0, temperature_R, 1)
     # Relative to the best, so the best is exactly 0 and nothing overflows upwards.
@@ -170,12 +185,12 @@ def _draw(x_RV: Array, best_R: Array, state: SamplingState, slot_R: Array, posit
     top_k_R, top_p_R = state.top_k_B[slot_R], state.top_p_B[slot_R]
     cut_R = lax.cond(
         ((top_k_R > 0) | (top_p_R < 1)).any(),
-        lambda: api.top_cut(z_RV, weight_RV, top_k_R, top_p_R, kernels=THRESHOLDS),
+        lambda: api.top_cut(z_RV, weight_RV, top_k_R, top_p_R, across=vocabulary.axis, kernels=THRESHOLDS),
         lambda: jnp.full_like(best_R, -jnp.inf),
     )
     cut_R = jnp.maximum(cut_R, jnp.log(state.min_p_B[slot_R]))
     uniform_R = jax.vmap(_uniform)(state.seed_B2[slot_R], position_R)
-    return invert(jnp.where(z_RV >= cut_R[:, None], weight_RV, 0), uniform_R)
+    return invert(jnp.where(z_RV >= cut_R[:, None], weight_RV, 0), uniform_R, vocabulary)
 
 
 def _uniform(seed_2: Array, position: Array) -> Array:
@@ -183,12 +198,15 @@ def _uniform(seed_2: Array, position: Array) -> Array:
     return jax.random.uniform(key)
 
 
-def _logprobs(logits_RV: Array, top_R: Array, token_R: Array) -> tuple[Array, Array, Array, Array]:
+def _logprobs(
+    logits_RV: Array, top_R: Array, token_R: Array, vocabulary: VocabularyShard
+) -> tuple[Array, Array, Array, Array]:
     """Of the model's own distribution: (chosen, rank, top ids, top logprobs)."""
-    chosen_R1 = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)
-    total_R = jnp.log(lane_sums(jnp.exp(logits_RV - top_R[:, None])).sum(axis=-1)) + top_R
-    ids = jnp.arange(logits_RV.shape[1], dtype=jnp.int32)
-    ahead_RV = (logits_RV > chosen_R1) | ((logits_RV == chosen_R1) & (ids < token_R[:, None]))
-    rank_R = 1 + ahead_RV.sum(axis=-1, dtype=jnp.int32)
-    top_RA, top_id_RA = lax.top_k(logits_RV, num_alternatives(logits_RV.shape[1]))
-    return chosen_R1[:, 0] - total_R, rank_R, top_id_RA, top_RA - total_R[:, None]
+    axis = vocabulary.axis
+    chosen_R = vocabulary.take(logits_RV, token_R)
+    total_R = jnp.log(axis.sum(lane_sums(jnp.exp(logits_RV - top_R[:, None])).sum(axis=-1))) + top_R
+    is_lower_RV = (logits_RV == chosen_R[:, None]) & (vocabulary.ids() < token_R[:, None])
+    ahead_RV = (logits_RV > chosen_R[:, None]) | is_lower_RV
+    rank_R = 1 + axis.sum(ahead_RV.sum(axis=-1, dtype=jnp.int32))
+    top_RA, top_id_RA = vocabulary.top_k(logits_RV, num_alternatives(vocabulary.size))
+    return chosen_R - total_R, rank_R, top_id_RA, top_RA - total_R[:, None]

@@ -12,6 +12,8 @@ import jax
 
 from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.types import (
+    ALONE,
+    Across,
     AttentionSpec,
     AttnMeta,
     GroupQuant,
@@ -112,7 +114,13 @@ def grouped_matmul(
 
 
 def top_cut(
-    z_RV: jax.Array, weight_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array, *, kernels: Kernels
+    z_RV: jax.Array,
+    weight_RV: jax.Array,
+    top_k_R: jax.Array,
+    top_p_R: jax.Array,
+    *,
+    across: Across = ALONE,
+    kernels: Kernels,
 ) -> jax.Array:
     """The value at or above which candidates are kept when sampling; no vocabulary is sorted.
 
@@ -123,10 +131,11 @@ def top_cut(
     Args:
       z_RV: float32, a logit relative to its row's best over the temperature: the best is 0, all others are below.
       weight_RV: exp(z_RV). top_k_R: i32, 0 keeps all. top_p_R: float32 share of what top_k left, 1 keeps all.
+      across: devices that hold the other candidates of the same rows.
     Returns: float32 [R]; -inf in rows with top_k 0 and top_p 1. What a row gives does not depend on the others.
     Raises: UnsupportedCase: any implementation but the reference.
     """
-    return _kernel("sample", kernels, "top_cut")(z_RV, weight_RV, top_k_R, top_p_R, kernels)
+    return _kernel("sample", kernels, "top_cut")(z_RV, weight_RV, top_k_R, top_p_R, across, kernels)
 
 
 def _kernel(operation: str, kernels: Kernels, function: str | None = None) -> Callable[..., Any]:

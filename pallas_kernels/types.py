@@ -8,7 +8,7 @@ G groups of a quantized weight along its contraction axis.
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,26 @@ class Kernels:
     def explicit(self, kind: type[Blocks]) -> Blocks | None:
         """The given block sizes of this kind."""
         return next((blocks for blocks in self.blocks if isinstance(blocks, kind)), None)
+
+
+class Across(Protocol):
+    """Combines what the devices have that hold the other parts of an axis; the same result on all of them."""
+
+    def sum(self, x: jax.Array) -> jax.Array: ...
+    def max(self, x: jax.Array) -> jax.Array: ...
+
+
+class Alone:
+    """``Across`` no other device."""
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

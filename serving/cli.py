@@ -103,6 +103,11 @@ def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[
             "--device", type=click.Choice(DEVICES), default="auto", help="Where the model runs; auto: as JAX has it."
         ),
         compute(
+            "--mesh",
+            help="Devices along each axis, such as tensor=4, or a .toml file with a table [mesh]; tensor cuts the "
+            "model over as many devices.  [default: one device]",
+        ),
+        compute(
             "--attention",
             type=click.Choice(ATTENTIONS),
             default="auto",
@@ -163,6 +168,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
     return EngineOptions(
         model=str(found.path),
         device=flags["device"],
+        mesh=flags["mesh"],
         attention=flags["attention"],
         dtype=flags["dtype"],
         kv_dtype=flags["kv_dtype"],

@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from headrace.model.pull import DEFAULT_MODEL, resolve_model
 from tests.live import SMALL, LiveServer, start_server
+
+# Before JAX starts a back end: meshes of CPU devices. Everything else runs on the first of them.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.link import encode_frame
 from headrace.serving.engine.ports import Progress, Runner
+from headrace.sharding.errors import MeshError
+from headrace.sharding.mesh_shape import MeshShape, parse_mesh
 
 QUERY_BLOCK_TOKENS = 64
 """A prefill segment is padded to this many tokens where the chunk allows: a block of queries reads the KV once."""
@@ -49,6 +51,7 @@ class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
     model: path of a .gguf file or a model directory. device, attention, dtype, kv_dtype: see DEVICES and the others.
+    mesh: such as "tensor=4", or a .toml file; None = one device.
     page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV pool, one at most; None
     = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for num_slots full contexts, at most
     DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens of a step, a multiple of
@@ -58,6 +61,7 @@ class EngineOptions:
 
     model: str
     device: str = "auto"
+    mesh: str | None = None
     attention: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
@@ -98,7 +102,8 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """device: platform and kind. attention: whose kernels run. dtype: of weights and products."""
+    """device: platform and kind. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
+    weights and products."""
 
     runner: Runner
     resolved: ResolvedEngine
@@ -107,10 +112,20 @@ class BuiltEngine:
     device: str
     attention: str
     dtype: str
+    mesh: str = "tensor=1"
+
+
+def mesh_shape(options: EngineOptions) -> MeshShape:
+    """Raises: ConfigError naming --mesh."""
+    try:
+        return MeshShape() if options.mesh is None else parse_mesh(options.mesh)
+    except MeshError as error:
+        raise ConfigError(f"--mesh: {error}") from error
 
 
 def check(options: EngineOptions, model: ModelConfig) -> None:
     """Refuse what no device would take, before an engine is started. Raises: ConfigError naming option and remedy."""
+    mesh_shape(options)
     floats = options.kv_dtype in ("float32", "bfloat16")
     resolve(options, model, KVFormat(dtype=options.kv_dtype if floats else "int8"))
 

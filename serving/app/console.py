@@ -83,7 +83,7 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
     """What the engine came to on its device, with the memory arithmetic; one row per compiled program; the totals."""
     _print_rows(
         console,
-        ("device", ready.device),
+        ("device", f"{ready.device}, mesh {ready.mesh}"),
         ("attention", f"{ready.attention} kernels"),
         ("types", f"weights and products {ready.dtype}, KV {ready.kv_dtype}"),
         *_memory_rows(model, ready),
@@ -119,8 +119,9 @@ def _model_text(options: ServeOptions, model: ModelConfig) -> str:
 
 
 def _wishes_text(engine: EngineOptions) -> str:
-    wishes = f"--device {engine.device} --attention {engine.attention} --dtype {engine.dtype}"
-    return f"{wishes} --kv-dtype {engine.kv_dtype}; what they come to is printed when the engine is ready"
+    place = f"--device {engine.device} --mesh {engine.mesh or 'tensor=1'}"
+    types = f"--attention {engine.attention} --dtype {engine.dtype} --kv-dtype {engine.kv_dtype}"
+    return f"{place} {types}; what they come to is printed when the engine is ready"
 
 
 def _memory_rows(model: ModelConfig, ready: Ready) -> tuple[tuple[str, str], ...]:

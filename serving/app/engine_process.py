@@ -148,6 +148,7 @@ def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], sec
             for p in programs
         ),
         device=built.device,
+        mesh=built.mesh,
         attention=built.attention,
         dtype=built.dtype,
         kv_dtype=built.resolved.kv.dtype,

@@ -166,6 +166,7 @@ class Service:
             "template": self._template_hash,
             "dtype": ready.dtype if ready else "",
             "kv_dtype": ready.kv_dtype if ready else "",
+            "mesh": ready.mesh if ready else "",
             "attention": ready.attention if ready else "",
             "sampling": SAMPLING_POLICY,
             "version": self.config.version,

@@ -48,8 +48,9 @@ class ProgramInfo(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
-    device: platform and kind. attention: whose kernels run. dtype: of weights and products. kv_dtype: of pages.
-    kv_bytes: of the pool, null page included. memory: what the number of pages comes from; None where it was given.
+    device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
+    of weights and products. kv_dtype: of pages. kv_bytes: of the pool, null page included. memory: what the number of
+    pages comes from, on each device; None where it was given.
     """
 
     model_hash: str
@@ -61,6 +62,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     weights_bytes: int
     programs: tuple[ProgramInfo, ...]
     device: str
+    mesh: str
     attention: str
     dtype: str
     kv_dtype: str

@@ -4,18 +4,23 @@ Each wish is the value of a command-line flag. What cannot be had is an error th
 what to do; nothing else is taken in its place.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
 from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import KVFormat
+from headrace.sharding.collectives import ONE_DEVICE, MeshAxis, Shards
+from headrace.sharding.errors import MeshError
+from headrace.sharding.mesh import make_mesh
+from headrace.sharding.mesh_shape import MeshShape
 
 PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 """Names that JAX has for what --device calls otherwise."""
@@ -54,13 +59,15 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """device: None = JAX's default. dtype: of weights, and of activations in products. kv_dtype: of pages.
+    """device: None = JAX's default; of a mesh, its first. mesh: None = one device.
+    dtype: of weights, and of activations in products. kv_dtype: of pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU copies the slices of
     stacked weights, so layers are unrolled there. kv_as_bits: see ``KVPool.bits_of``.
     """
 
     device: jax.Device | None = None
+    mesh: Mesh | None = None
     kernels: Kernels = field(default_factory=Kernels)
     dtype: np.dtype = np.dtype(np.float32)
     kv_dtype: np.dtype = np.dtype(np.float32)
@@ -68,8 +75,20 @@ class Backend:
     kv_as_bits: bool = False
 
     @property
-    def sharding(self) -> SingleDeviceSharding | None:
-        """All on the device; None = on JAX's default."""
+    def mesh_shape(self) -> MeshShape:
+        return MeshShape() if self.mesh is None else MeshShape(**dict(self.mesh.shape))
+
+    @property
+    def shards(self) -> Shards:
+        """What model code needs to know of the mesh."""
+        if self.mesh is None:
+            return ONE_DEVICE
+        return Shards(tensor=MeshAxis(name="tensor", size=self.mesh_shape.tensor))
+
+    def sharding(self, spec: PartitionSpec | None = None) -> Sharding | None:
+        """On the mesh (spec None = whole on every device), or on the device; None = on JAX's default."""
+        if self.mesh is not None:
+            return NamedSharding(self.mesh, spec or PartitionSpec())
         return None if self.device is None else SingleDeviceSharding(self.device)
 
     @property
@@ -118,8 +137,15 @@ def describe_device(device: DeviceFacts) -> str:
     return f"{platform_of(device)} ({device.device_kind})"
 
 
-def find_device(wanted: str) -> jax.Device:
-    """The first device of a platform, or of JAX's default one. Raises: ConfigError naming what JAX found."""
+def find_device(wanted: str, *, min_cpus: int = 1) -> jax.Device:
+    """The first device of a platform, or of JAX's default one.
+
+    min_cpus: devices that a CPU is to be shown as; it counts where JAX's back ends have not been started yet.
+    Raises: ConfigError naming what JAX found.
+    """
+    if min_cpus > 1 and min_cpus > jax.config.jax_num_cpu_devices:
+        with contextlib.suppress(RuntimeError):  # too late; the mesh will say how many there are
+            jax.config.update("jax_num_cpu_devices", min_cpus)
     if wanted == "auto":
         return jax.devices()[0]
     try:
@@ -132,8 +158,21 @@ def find_device(wanted: str) -> jax.Device:
         ) from error
 
 
-def choose_backend(device: jax.Device, wishes: Wishes) -> Backend:
-    """Resolve every ``auto`` for a device. Raises: ConfigError naming the flag."""
+def find_mesh(first: jax.Device, shape: MeshShape) -> Mesh | None:
+    """Devices of the same platform; None for one device. Raises: ConfigError naming --mesh."""
+    if shape.num_devices == 1:
+        return None
+    for axis in ("data", "stage", "expert"):
+        if shape.sizes[axis] > 1:
+            raise ConfigError(f"--mesh {shape}: axis {axis} is not served yet; tensor is")
+    try:
+        return make_mesh(shape, jax.devices(first.platform))
+    except MeshError as error:
+        raise ConfigError(f"--mesh: {error}") from error
+
+
+def choose_backend(device: jax.Device, wishes: Wishes, mesh: Mesh | None = None) -> Backend:
+    """Resolve every ``auto`` for a device, or a mesh that begins with it. Raises: ConfigError naming the flag."""
     is_cpu = platform_of(device) == "cpu"
     kernels = _choose_kernels(device, wishes)
     dtype = np.dtype(np.float32 if is_cpu else jnp.bfloat16) if wishes.dtype == "auto" else _float(wishes.dtype)
@@ -141,6 +180,7 @@ def choose_backend(device: jax.Device, wishes: Wishes) -> Backend:
     is_narrow_float = kv_dtype not in (np.dtype(np.float32), np.dtype(np.int8))
     return Backend(
         device=device,
+        mesh=mesh,
         kernels=kernels,
         dtype=dtype,
         kv_dtype=kv_dtype,

@@ -9,61 +9,58 @@ smallest step too, where XLA unrolls loops and then fuses otherwise.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import new_pool
-from headrace.model.sampling import SamplingState
-from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import Implementation, KVPool
+from headrace.model.on_mesh import config_on_mesh
+from headrace.pallas_kernels.types import Implementation
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.plan import Bucket
+from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend, describe_device, platform_of
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
-from headrace.serving.runner.sampling_state import initial_state
 from headrace.serving.runner.warmup import Program
-from headrace.serving.runner.weights import arranged, laid_out, shapes_of
+from headrace.serving.runner.weights import weight_shapes
 
 SAMPLE_PAGES = 8
 """Pages that are measured together, and divided by: a single one could get a layout of its own."""
 
 
-def free_bytes(device: jax.Device) -> int | None:
-    """What may be allocated on a device now: JAX's own limit less what is allocated, or free memory on a CPU. None: the
-    device does not say."""
-    if platform_of(device) == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
+def free_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """What may be allocated now on each of a mesh's devices: JAX's own limit less what is allocated, or a share of the
+    free memory where they are CPUs. None: one does not say."""
+    if platform_of(devices[0]) == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    known = [device.memory_stats() or {} for device in devices]
+    if any("bytes_limit" not in stats for stats in known):
         return None
-    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    return min(int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)) for stats in known)
 
 
-def limit_of(device: jax.Device) -> int:
-    """``free_bytes``. Raises: ConfigError where the device does not say."""
-    free = free_bytes(device)
+def limit_of(devices: Sequence[jax.Device]) -> int:
+    """``free_bytes``. Raises: ConfigError where a device does not say."""
+    free = free_bytes(devices)
     if free is None:
         raise ConfigError(
-            f"--memory-fraction: {describe_device(device)} does not say how much memory it has; give --kv-memory"
+            f"--memory-fraction: {describe_device(devices[0])} does not say how much memory it has; give --kv-memory"
         )
     return free
 
 
-def check_pages(
-    cfg: ModelConfig, weights: Weights[Any], config: SchedulerConfig, backend: Backend, *, limit_bytes: int
-) -> None:
+def check_pages(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int) -> None:
     """Refuse a number of pages that was given and cannot fit, before minutes of compiling. Nothing is compiled that
     takes time, so temporaries are not counted.
 
     Raises: ConfigError with the sum.
     """
-    known = _arguments(cfg, weights, config, backend, limit_bytes=limit_bytes, fraction=1.0)
+    known = _arguments(config_on_mesh(cfg, backend.mesh_shape), config, backend, limit_bytes=limit_bytes, fraction=1.0)
     if known.total_bytes(config.num_pages) > limit_bytes:
         most = max((limit_bytes - known.fixed_bytes) // known.page_bytes, 0)
         raise ConfigError(
@@ -74,27 +71,21 @@ def check_pages(
 
 
 def measure(
-    cfg: ModelConfig,
-    weights: Weights[Any],
-    config: SchedulerConfig,
-    backend: Backend,
-    *,
-    limit_bytes: int,
-    fraction: float,
+    cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int, fraction: float
 ) -> DeviceMemory:
-    """What the engine of these weights and buckets takes; config.num_pages is not looked at.
+    """What the engine of this model and these buckets takes, on each device; config.num_pages is not looked at, and
+    nothing is placed on a device.
 
-    Args:
-      weights: arrays or shapes, one layer at a time; nothing is placed on the device.
     Raises: ConfigError naming --attention where its kernels cannot run the largest step.
     """
-    known = _arguments(cfg, weights, config, backend, limit_bytes=limit_bytes, fraction=fraction)
-    placed, state = _placed(weights, backend), _state(cfg, config)
+    cfg = config_on_mesh(cfg, backend.mesh_shape)
+    known = _arguments(cfg, config, backend, limit_bytes=limit_bytes, fraction=fraction)
+    placed, state = weight_shapes(cfg, backend), state_shapes(cfg, config, backend)
 
     def program(bucket: Bucket, pages: int) -> _Sizes:
         layout = InputLayout(bucket, config, cfg.vocab_size)
-        pool = _pool(cfg, config, backend, pages)
-        return _sizes(step_program(cfg, layout, backend.kernels, placed, pool, state), backend)
+        pool = pool_shapes(cfg, replace(config, num_pages=pages), backend)
+        return _sizes(step_program(cfg, layout, backend, placed, pool, state), backend)
 
     pages = max(known.num_pages // 2, 4)
     largest = program(config.buckets[-1], pages)
@@ -115,35 +106,19 @@ def measure(
 
 
 def _arguments(
-    cfg: ModelConfig,
-    weights: Weights[Any],
-    config: SchedulerConfig,
-    backend: Backend,
-    *,
-    limit_bytes: int,
-    fraction: float,
+    cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int, fraction: float
 ) -> DeviceMemory:
     """What lives from start to end; temporaries and steps are 0."""
+    sample = pool_shapes(cfg, replace(config, num_pages=SAMPLE_PAGES), backend)
     return DeviceMemory(
         limit_bytes=limit_bytes,
         fraction=fraction,
-        weights_bytes=argument_bytes(_placed(weights, backend), backend),
-        state_bytes=argument_bytes(_state(cfg, config), backend),
+        weights_bytes=argument_bytes(weight_shapes(cfg, backend), backend),
+        state_bytes=argument_bytes(state_shapes(cfg, config, backend), backend),
         temporary_bytes=0,
         steps_bytes=0,
-        page_bytes=-(-argument_bytes(_pool(cfg, config, backend, SAMPLE_PAGES), backend) // SAMPLE_PAGES),
+        page_bytes=-(-argument_bytes(sample, backend) // SAMPLE_PAGES),
     )
-
-
-def _placed(weights: Weights[Any], backend: Backend) -> Weights[Any]:
-    """Shapes."""
-    return laid_out(arranged(shapes_of(weights), scan=backend.scan_layers), backend.chip, backend.sharding)
-
-
-def _state(cfg: ModelConfig, config: SchedulerConfig) -> SamplingState:
-    """Shapes."""
-    shapes: SamplingState = jax.eval_shape(lambda: initial_state(config.num_slots, cfg.vocab_size))
-    return shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +143,6 @@ def _line(less: int, few: int, more: int, pages: int) -> tuple[int, int]:
     """(bytes of no page, bytes of each page) through two measurements."""
     growth = max(0, -(-(more - less) // (pages - few)))
     return max(less - growth * few, more - growth * pages, 0), growth
-
-
-def _pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, pages: int) -> KVPool:
-    """Shapes."""
-    shapes: KVPool = jax.eval_shape(
-        lambda: new_pool(cfg, pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits)
-    )
-    return shapes
 
 
 def argument_bytes(tree: Any, backend: Backend) -> int:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import StepInputs, forward, logits
@@ -16,8 +17,10 @@ from headrace.model.weights import Weights
 from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import Bucket, ProgramKind, SampledToken, TokenLogprobs
+from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import Fields, InputLayout
 from headrace.serving.runner.warmup import Program
+from headrace.sharding.collectives import ONE_DEVICE, Shards
 
 Array = jax.Array
 Step = Callable[[Weights[Array], KVPool, SamplingState, Array], tuple[KVPool, SamplingState, Array]]
@@ -31,20 +34,21 @@ def program_name(bucket: Bucket) -> str:
     return f"mixed-{bucket.decode_rows}+{bucket.prefill_tokens}"
 
 
-def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels) -> Step:
-    """The function of one bucket, to be jitted with pool and state donated."""
+def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: Shards = ONE_DEVICE) -> Step:
+    """The function of one bucket, to be jitted with pool and state donated. shards: what one device of a mesh has."""
 
     def step(
         weights: Weights[Array], pool: KVPool, state: SamplingState, packed: Array
     ) -> tuple[KVPool, SamplingState, Array]:
         fields = layout.unpack(packed)
         inputs = _step_inputs(layout, fields, state)
-        hidden_TD, pool = forward(weights, inputs, pool, cfg, kernels=kernels)
+        hidden_TD, pool = forward(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
         # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
         sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
         hidden_RD = hidden_TD.at[sampled_row].get(mode="promise_in_bounds")
+        logits_RV = logits(weights, hidden_RD)
         sampled, state = sample(
-            logits(weights, hidden_RD), state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0
+            logits_RV, state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0, shards.tensor
         )
         return pool, state, pack_sampled(sampled)
 
@@ -52,13 +56,22 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels) -> Step:
 
 
 def step_program(
-    cfg: ModelConfig, layout: InputLayout, kernels: Kernels, weights: Weights[Any], pool: KVPool, state: SamplingState
+    cfg: ModelConfig, layout: InputLayout, backend: Backend, weights: Weights[Any], pool: KVPool, state: SamplingState
 ) -> Program:
-    """The program of one bucket. weights, pool, state: shapes and types.
+    """The program of one bucket. weights, pool, state: shapes, types and places.
 
+    On a mesh every device runs the same function on its parts, and what they exchange is written out in it.
     Tracing it raises ConfigError where the chosen kernels cannot run it: nothing else runs in their place.
     """
-    step, name = make_step(cfg, layout, kernels), program_name(layout.bucket)
+    kernels, name = backend.kernels, program_name(layout.bucket)
+    packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=backend.sharding())
+    arguments = (weights, pool, state, packed)
+    step = make_step(cfg, layout, kernels, backend.shards)
+    if backend.mesh is not None:
+        cuts = jax.tree.map(lambda x: x.sharding.spec, arguments)
+        step = jax.shard_map(
+            step, mesh=backend.mesh, in_specs=cuts, out_specs=(cuts[1], cuts[2], PartitionSpec()), check_vma=False
+        )
 
     @functools.wraps(step)
     def checked(*arguments: Any) -> tuple[KVPool, SamplingState, Array]:
@@ -70,8 +83,7 @@ def step_program(
                 f"reference runs every shape, more slowly"
             ) from error
 
-    packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-    return Program(function=checked, donated=(1, 2), arguments=(weights, pool, state, packed))
+    return Program(function=checked, donated=(1, 2), arguments=arguments)
 
 
 def _step_inputs(layout: InputLayout, fields: Fields, state: SamplingState) -> StepInputs:

@@ -6,29 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from headrace.model.decoder import new_pool
 from headrace.model.load import LoadedModel
+from headrace.model.on_mesh import config_on_mesh
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
 from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
+from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import program_name, read_sampled, step_program
 from headrace.serving.runner.sampling_state import (
-    SCALARS,
-    initial_state,
     load_scalars,
     load_with_rows,
     neutral_load,
     pack_load,
 )
-from headrace.serving.runner.warmup import Program, compile_programs, on_device
-from headrace.serving.runner.weights import laid_out, place, shapes_of
+from headrace.serving.runner.warmup import Program, compile_programs
+from headrace.serving.runner.weights import place, weight_shapes
 
 _LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
 
@@ -69,16 +67,13 @@ class JaxRunner:
         *,
         backend: Backend = Backend(),
     ) -> None:
-        self._model_config = model.config
+        self._model_config = config_on_mesh(model.config, backend.mesh_shape)
         self._config = config
         self._backend = backend
         self._vocab_size = model.config.vocab_size
-        self._weights = place(model.weights, backend.device, scan=backend.scan_layers, chip=backend.chip)
-        with on_device(backend.device):
-            self._pool = new_pool(
-                model.config, config.num_pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits
-            )
-            self._state = initial_state(config.num_slots, self._vocab_size)
+        self._weights = place(model.weights, self._model_config, backend)
+        self._pool = make_pool(self._model_config, config, backend)
+        self._state = make_state(self._model_config, config, backend)
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._tenants: dict[int, _Tenant] = {}
@@ -173,7 +168,7 @@ class JaxRunner:
             # All bits set is NaN in every narrow float.
             poison = np.iinfo(host.dtype).max if np.issubdtype(host.dtype, np.integer) else np.nan
             host.reshape(layers, config.num_pages, -1)[:, list(page_ids)] = poison
-            return jax.device_put(host, self._backend.device)
+            return jax.device_put(host, array.sharding)
 
         self._pool = jax.tree.map(poisoned, self._pool)
 
@@ -183,19 +178,25 @@ class JaxRunner:
         return result
 
     def _program_list(self) -> dict[str, Program]:
-        weights, pool, state = shapes_of((self._weights, self._pool, self._state))
-        weights = laid_out(weights, self._backend.chip, self._backend.sharding)
-        rows = neutral_load(self._config.num_slots, self._vocab_size).rows
-        scalars = jax.ShapeDtypeStruct((SCALARS,), jnp.int32)
-        kernels = self._backend.kernels
+        cfg, config, backend = self._model_config, self._config, self._backend
+        weights, pool = weight_shapes(cfg, backend), pool_shapes(cfg, config, backend)
+        state = state_shapes(cfg, config, backend)
         programs = {
-            program_name(bucket): step_program(self._model_config, layout, kernels, weights, pool, state)
+            program_name(bucket): step_program(cfg, layout, backend, weights, pool, state)
             for bucket, layout in self._layouts.items()
         }
-        programs[_LOAD] = Program(function=load_scalars, donated=(0,), arguments=(state, scalars))
-        programs[_LOAD_ROWS] = Program(
-            function=load_with_rows, donated=(0,), arguments=(state, scalars, *shapes_of(rows))
+        loads = neutral_load(config.num_slots, self._vocab_size)
+        whole = backend.sharding()
+        scalars, *rows = (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (loads.scalars, *(loads.rows or ()))
         )
+        # What is donated must come back to where it was.
+        places = None if backend.mesh is None else jax.tree.map(lambda x: x.sharding, state)
+        for name, function, arguments in (
+            (_LOAD, load_scalars, (state, scalars)),
+            (_LOAD_ROWS, load_with_rows, (state, scalars, *rows)),
+        ):
+            programs[name] = Program(function=function, donated=(0,), arguments=arguments, results=places)
         return programs
 
 

@@ -18,6 +18,8 @@ _NUM_INTS = 6
 SCALARS = _NUM_INTS + len(_FLOATS) + MAX_STOP_IDS
 """Size of a packed load: slot, last token, top_k, seed high and low, flags; the floats' bits; stop ids."""
 _MASKED, _LOGPROBS = 1, 2
+ROWS_OF_V = ("bias_BV", "in_prompt_BV", "output_count_BV")
+"""Fields with a value for each id of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def load_with_rows(
     state: SamplingState, scalars: Array, bias_V: Array, in_prompt_V: Array, output_count_V: Array
 ) -> SamplingState:
     """Program: a tenant with penalties, bias or a list of allowed ids."""
-    rows = {"bias_BV": bias_V, "in_prompt_BV": in_prompt_V, "output_count_BV": output_count_V}
+    rows = dict(zip(ROWS_OF_V, (bias_V, in_prompt_V, output_count_V), strict=True))
     return _set_rows(load_scalars(state, scalars), scalars[0], rows)
 
 

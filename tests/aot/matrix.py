@@ -87,6 +87,7 @@ class Entry:
 class Built:
     """Something to compile. arguments: ShapeDtypeStructs. donated: indexes of arguments. donated_bytes: of their
     leaves, unpadded. bound_bytes: no temporary may reach it: the pages and scales of one layer, or the weight as bf16.
+    activation_bytes: of a whole step; XLA:TPU reports all temporaries as one sum, which these may add to.
     row_major: leaves of arguments that lie row-major whatever XLA would choose: the values of weights that a kernel
     reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small.
     """
@@ -96,6 +97,7 @@ class Built:
     donated: tuple[int, ...]
     donated_bytes: int
     bound_bytes: int
+    activation_bytes: int = 0
     row_major: tuple[jax.ShapeDtypeStruct, ...] = ()
     may_be_copied: tuple[int, ...] = ()
 

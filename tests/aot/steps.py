@@ -5,19 +5,18 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+import numpy as np
 
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import new_pool
-from headrace.model.specs import param_specs
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import ProgramKind
+from headrace.serving.runner.arrays import pool_shapes, state_shapes
+from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import program_name, step_program
-from headrace.serving.runner.sampling_state import initial_state
-from headrace.serving.runner.weights import arranged, laid_out
+from headrace.serving.runner.weights import weight_shapes
 from scripts.device_steps import LLAMA_8B_2_LAYERS
 from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built, size_bytes
 from tests.model.tiny import SMOLLM2
@@ -63,10 +62,11 @@ def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
                     yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="int8")
 
 
-def build_step(step: WholeStep, sharding: Sharding | None = None) -> Built:
+def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
     """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; bf16 weights, scanned.
 
-    sharding: of weights that ask for a layout; None: they do not."""
+    device: of the chip; weights then have the layouts that they are served in there.
+    """
     cfg, page = step.config, PAGE_TOKENS[step.kv_dtype]
     config = SchedulerConfig(
         num_slots=SLOTS,
@@ -80,14 +80,16 @@ def build_step(step: WholeStep, sharding: Sharding | None = None) -> Built:
     )
     bucket = next(bucket for bucket in config.buckets if bucket.kind is step.kind)
     layout = InputLayout(bucket, config, cfg.vocab_size)
-    specs = param_specs(cfg, jnp.bfloat16)
-    weights = arranged(jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs), scan=True)
-    if sharding is not None:
-        weights = laid_out(weights, CHIPS[step.chip], sharding)
-    pool = jax.eval_shape(lambda: new_pool(cfg, config.num_pages, page, jnp.dtype(step.kv_dtype)))
-    state = jax.eval_shape(lambda: initial_state(SLOTS, cfg.vocab_size))
-    kernels = Kernels(implementation=CHIPS[step.chip].implementation, chip=step.chip)
-    program = step_program(cfg, layout, kernels, weights, pool, state)
+    backend = Backend(
+        device=device,
+        kernels=Kernels(implementation=CHIPS[step.chip].implementation, chip=step.chip),
+        dtype=np.dtype(jnp.bfloat16),
+        kv_dtype=np.dtype(jnp.dtype(step.kv_dtype)),
+        scan_layers=True,
+    )
+    weights, pool = weight_shapes(cfg, backend), pool_shapes(cfg, config, backend)
+    state = state_shapes(cfg, config, backend)
+    program = step_program(cfg, layout, backend, weights, pool, state)
     assert program_name(bucket).startswith(step.kind)
     return Built(
         function=program.function,
@@ -95,5 +97,14 @@ def build_step(step: WholeStep, sharding: Sharding | None = None) -> Built:
         donated=program.donated,
         donated_bytes=size_bytes((pool, state)),
         bound_bytes=size_bytes(pool) // cfg.num_layers,
+        activation_bytes=activation_bytes(cfg, layout),
         may_be_copied=tuple(i for i in program.donated if not isinstance(program.arguments[i], KVPool)),
     )
+
+
+def activation_bytes(cfg: ModelConfig, layout: InputLayout) -> int:
+    """float32: of each token, three of the feed-forward's width and four of the model's; of each row that is sampled,
+    its logits and their weights."""
+    tokens = layout.rows + layout.bucket.prefill_tokens
+    sampled = layout.rows + layout.segments
+    return 4 * (tokens * (3 * cfg.ffn_width + 4 * cfg.width) + sampled * 2 * cfg.vocab_size)

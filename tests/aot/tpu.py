@@ -106,8 +106,9 @@ def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool)
     failures: list[tuple[Failing, str]] = []
     if alias < built.donated_bytes:
         failures.append((Failing.ALIAS, f"{alias} bytes are aliased, {built.donated_bytes} were donated"))
-    if temporary >= built.bound_bytes:
-        failures.append((Failing.TEMPORARY, f"temporaries of {temporary} bytes; the bound is {built.bound_bytes}"))
+    bound = built.bound_bytes + built.activation_bytes
+    if temporary >= bound:
+        failures.append((Failing.TEMPORARY, f"temporaries of {temporary} bytes; the bound is {bound}"))
     failures += [(Failing.COPY, text) for text in copies(text, built)]
     failures += [(Failing.SPILL, f"{n}: {k.spills()} spills and fills") for n, k in kernels.items() if k.spills()]
     if needs_kernel and not kernels:

@@ -14,7 +14,8 @@ def entry(of: Entry, dump: Path) -> Outcome:
 
 
 def step(of: WholeStep, dump: Path) -> Outcome:
-    return tpu.check(of.name, of.chip, steps.build_step(of, tpu.sharding_of(of.chip)), dump, needs_kernel=True)
+    built = steps.build_step(of, tpu.mesh_of(of.chip).devices.flat[0])
+    return tpu.check(of.name, of.chip, built, dump, needs_kernel=True)
 
 
 def fault(name: str, dump: Path) -> Outcome:

@@ -30,6 +30,7 @@ READY = Ready(
     weights_bytes=538_000_000,
     programs=(),
     device="cpu:cpu",
+    mesh="tensor=1",
     attention="reference",
     dtype="float32",
     kv_dtype="float32",

@@ -276,7 +276,13 @@ async def test_the_contract_changes_with_weights_types_and_kernels() -> None:
     first = service.contract
     assert first.startswith("fp_")
     assert service.contract == first
-    for other in ({"model_hash": "cd" * 32}, {"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"attention": "tpu"}):
+    for other in (
+        {"model_hash": "cd" * 32},
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "int8"},
+        {"attention": "tpu"},
+        {"mesh": "tensor=2"},
+    ):
         engine.ready_info = ready(**other)
         assert make_service(engine).contract != first
 

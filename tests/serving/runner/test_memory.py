@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import new_pool
 from headrace.model.init import init_weights
 from headrace.model.load import LoadedModel
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory
+from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.memory import argument_bytes, check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.runner import JaxRunner
-from headrace.serving.runner.sampling_state import initial_state
-from headrace.serving.runner.weights import arranged, shapes_of
+from headrace.serving.runner.weights import weight_shapes
 from tests.model.tiny import TINY
 from tests.serving.runner.plans import CONFIG as LONG_LADDER
 
@@ -43,20 +42,16 @@ BACKENDS = {
 @functools.cache
 def memory_of(name: str) -> DeviceMemory:
     backend = BACKENDS[name]
-    weights = init_weights(UNTIED, 1, backend.dtype)
-    return measure(UNTIED, weights, CONFIG, backend, limit_bytes=LIMIT, fraction=0.75)
+    return measure(UNTIED, CONFIG, backend, limit_bytes=LIMIT, fraction=0.75)
 
 
 @functools.cache
 def analysis(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, bucket: int = -1) -> SimpleNamespace:
     """Sizes of one compiled program."""
-    weights = arranged(shapes_of(init_weights(cfg, 1, backend.dtype)), scan=backend.scan_layers)
-    pool = jax.eval_shape(
-        lambda: new_pool(cfg, config.num_pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits)
-    )
-    state = jax.eval_shape(lambda: initial_state(config.num_slots, cfg.vocab_size))
+    weights, pool = weight_shapes(cfg, backend), pool_shapes(cfg, config, backend)
+    state = state_shapes(cfg, config, backend)
     layout = InputLayout(config.buckets[bucket], config, cfg.vocab_size)
-    found = step_program(cfg, layout, backend.kernels, weights, pool, state).compile(None).memory_analysis()
+    found = step_program(cfg, layout, backend, weights, pool, state).compile(None).memory_analysis()
     return SimpleNamespace(
         arguments=found.argument_size_in_bytes,
         temporary=found.temp_size_in_bytes,
@@ -131,13 +126,12 @@ def test_weights_that_leave_no_room_are_an_error_with_the_sum() -> None:
 
 def test_given_pages_that_cannot_fit_are_refused_before_anything_is_compiled() -> None:
     memory, backend = memory_of("float32"), BACKENDS["float32"]
-    weights = init_weights(UNTIED, 1, backend.dtype)
     limit = memory.weights_bytes + memory.state_bytes + 10 * memory.page_bytes
-    check_pages(UNTIED, weights, replace(CONFIG, num_pages=10), backend, limit_bytes=limit)
+    check_pages(UNTIED, replace(CONFIG, num_pages=10), backend, limit_bytes=limit)
     with pytest.raises(ConfigError, match=r"11 KV pages take .* room for 10 pages\. .* --pages or --kv-memory"):
-        check_pages(UNTIED, weights, replace(CONFIG, num_pages=11), backend, limit_bytes=limit)
+        check_pages(UNTIED, replace(CONFIG, num_pages=11), backend, limit_bytes=limit)
     with pytest.raises(ConfigError, match="room for 0 pages"):
-        check_pages(UNTIED, weights, replace(CONFIG, num_pages=2), backend, limit_bytes=1000)
+        check_pages(UNTIED, replace(CONFIG, num_pages=2), backend, limit_bytes=1000)
 
 
 def test_nothing_is_allocated_to_measure() -> None:
@@ -147,11 +141,14 @@ def test_nothing_is_allocated_to_measure() -> None:
 
 
 def test_limits() -> None:
-    assert 1 << 20 < limit_of(jax.devices()[0]) < 1 << 50
+    assert 1 << 20 < limit_of(jax.devices()[:1]) < 1 << 50
     stats = {"bytes_limit": 1000, "bytes_in_use": 10}
     device = SimpleNamespace(platform="gpu", device_kind="x", memory_stats=lambda: stats)
-    assert limit_of(device) == 990  # type: ignore[arg-type]
+    less = SimpleNamespace(platform="gpu", device_kind="x", memory_stats=lambda: {"bytes_limit": 800})
+    assert limit_of([device, less]) == 800  # type: ignore[list-item]
+    assert limit_of(jax.devices()[:4]) < limit_of(jax.devices()[:1]) / 3
+    assert limit_of([device]) == 990  # type: ignore[list-item]
     silent = SimpleNamespace(platform="tpu", device_kind="TPU v9", memory_stats=lambda: None)
-    assert free_bytes(silent) is None  # type: ignore[arg-type]
+    assert free_bytes([silent]) is None  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"--memory-fraction: tpu \(TPU v9\) does not say .* --kv-memory"):
-        limit_of(silent)  # type: ignore[arg-type]
+        limit_of([silent])  # type: ignore[list-item]

@@ -1,70 +1,90 @@
-"""Weights in the layouts that steps read, on the device that holds them."""
+"""Weights in the places and layouts that steps read, on the devices that hold them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
-from headrace.model.decoder import new_pool
 from headrace.model.init import init_weights
+from headrace.model.on_mesh import config_on_mesh
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.chips import CHIPS, Chip
-from headrace.pallas_kernels.types import Kernels
+from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
+from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
-from headrace.serving.runner.sampling_state import initial_state
-from headrace.serving.runner.weights import arranged, laid_out, place, shapes_of
+from headrace.serving.runner.weights import laid_out, place, weight_shapes
+from headrace.sharding.mesh import make_mesh
+from headrace.sharding.mesh_shape import MeshShape
 from tests.model.tiny import TINY
 from tests.serving.runner.plans import CONFIG
 
 CPU = jax.devices("cpu")[0]
-SHARDING = SingleDeviceSharding(CPU)
 
 
 def shapes(dtype: type) -> Weights[Any]:
-    return arranged(shapes_of(init_weights(TINY, 1, dtype)), scan=True)
+    return weight_shapes(TINY, Backend(device=CPU, dtype=np.dtype(dtype), scan_layers=True))
 
 
 @pytest.mark.parametrize("chip", [None, CHIPS["h100"]])
 def test_only_a_tpu_asks_for_layouts(chip: Chip | None) -> None:
     tree = shapes(jnp.bfloat16)
-    assert laid_out(tree, chip, SHARDING) is tree
-    assert laid_out(tree, CHIPS["v6e"], None) is tree
+    assert laid_out(tree, chip) is tree
 
 
 def test_the_embedding_is_read_by_rows() -> None:
-    tree = laid_out(shapes(jnp.bfloat16), CHIPS["v5e"], SHARDING)
+    tree = laid_out(shapes(jnp.bfloat16), CHIPS["v5e"])
     assert tree.embed_VD.format.layout.major_to_minor == (0, 1)
     assert tree.embed_VD.format.layout.tiling is None
     assert all(x.format.layout is None for x in jax.tree.leaves(tree.replace(embed_VD=None)))
 
 
 def test_a_tpu7x_reads_bfloat16_in_tiles_of_16_rows() -> None:
-    tree = laid_out(shapes(jnp.bfloat16), CHIPS["tpu7x"], SHARDING)
+    tree = laid_out(shapes(jnp.bfloat16), CHIPS["tpu7x"])
     for x in (tree.embed_VD, tree.layers.q_DX, tree.layers.down_FD):
         assert x.format.layout.tiling == ((16, 128), (2, 1))
         assert x.format.layout.major_to_minor == tuple(range(x.ndim))
     assert tree.final_norm_D.format.layout is None
-    assert tree.layers.attn_norm_D.format.layout is None  # float32
-    tree = laid_out(shapes(np.float32), CHIPS["tpu7x"], SHARDING)
+    tree = laid_out(shapes(np.float32), CHIPS["tpu7x"])
     assert tree.embed_VD.format.layout.tiling is None and tree.layers.q_DX.format.layout is None
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_placed_weights_are_what_a_step_compiled_for_their_layouts_takes(scan: bool) -> None:
-    host = init_weights(TINY, 1)
+def test_a_step_compiled_for_layouts_takes_weights_that_lie_so(scan: bool) -> None:
+    backend = Backend(device=CPU, scan_layers=scan)
     layout = InputLayout(CONFIG.buckets[0], CONFIG, TINY.vocab_size)
+    arrays = pool_shapes(TINY, CONFIG, backend), state_shapes(TINY, CONFIG, backend)
     results = []
-    for chip in (CHIPS["v6e"], None):
-        weights = place(host, CPU, scan=scan, chip=chip)
-        assert all(x.devices() == {CPU} for x in jax.tree.leaves(weights))
-        pool = new_pool(TINY, CONFIG.num_pages, CONFIG.page_size)
-        state = initial_state(CONFIG.num_slots, TINY.vocab_size)
-        formatted = laid_out(shapes_of(weights), chip, SHARDING)
-        assert (formatted.embed_VD.format.layout is None) is (chip is None)
-        program = step_program(TINY, layout, Kernels(), formatted, *shapes_of((pool, state)))
-        results.append(np.asarray(program.compile(CPU)(weights, pool, state, layout.empty())[2]))
+    for turned in (True, False):
+        weights, wanted = place(init_weights(TINY, 1), TINY, backend), weight_shapes(TINY, backend)
+        if turned:
+            columns = Format(Layout((1, 0)), SingleDeviceSharding(CPU))
+            shape = wanted.embed_VD
+            wanted = wanted.replace(embed_VD=jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=columns))
+            weights = weights.replace(embed_VD=jax.device_put(weights.embed_VD, columns))
+        program = step_program(TINY, layout, backend, wanted, *arrays).compile(CPU)
+        pool, state = make_pool(TINY, CONFIG, backend), make_state(TINY, CONFIG, backend)
+        results.append(np.asarray(program(weights, pool, state, layout.empty())[2]))
     assert np.array_equal(*results) and results[0].any()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_weights_on_a_mesh_are_whole_together_with_key_heads_repeated(scan: bool) -> None:
+    cfg = config_on_mesh(TINY, MeshShape(tensor=4))
+    mesh = make_mesh(MeshShape(tensor=4), jax.devices("cpu"))
+    host = init_weights(TINY, 1)
+    weights = place(host, cfg, Backend(device=CPU, mesh=mesh, scan_layers=scan))
+    first = weights.layers if scan else weights.layers[0]
+    q_DX, k_DY = (np.asarray(x)[0] if scan else np.asarray(x) for x in (first.q_DX, first.k_DY))
+    assert np.array_equal(q_DX, host.layers[0].q_DX)
+    heads = host.layers[0].k_DY.reshape(64, 2, 16)
+    assert np.array_equal(k_DY.reshape(64, 4, 16), heads[:, [0, 0, 1, 1]])
+    for x, parts in ((first.q_DX, 4), (first.down_FD, 4), (weights.embed_VD, 4), (weights.final_norm_D, 1)):
+        assert len(x.sharding.device_set) == 4
+        assert x.size // x.addressable_shards[0].data.size == parts
+    assert replace(cfg, num_kv_heads=2) == TINY

@@ -1,0 +1,66 @@
+"""The device arrays beside the weights: pages and sampling state, as shapes and as zeros, on one device or a mesh."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import new_pool
+from headrace.model.sampling import SamplingState
+from headrace.pallas_kernels.types import KVPool
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.sampling_state import ROWS_OF_V, initial_state
+from headrace.serving.runner.warmup import on_device
+
+TreeT = TypeVar("TreeT")
+
+
+def pool_shapes(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> KVPool:
+    """cfg: on the backend's mesh. Key heads are cut over the tensor axis."""
+    shapes: KVPool = jax.eval_shape(_make_pool(cfg, config, backend))
+    sharding = backend.sharding(_cut(backend, None, "tensor"))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+
+
+def state_shapes(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> SamplingState:
+    """Rows of V are cut over the tensor axis, the rest is whole on every device."""
+    shapes: SamplingState = jax.eval_shape(lambda: initial_state(config.num_slots, cfg.vocab_size))
+    whole, cut = backend.sharding(), backend.sharding(_cut(backend, None, "tensor"))
+    return shapes.replace(
+        **{
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut if name in ROWS_OF_V else whole)
+            for name, x in vars(shapes).items()
+        }
+    )
+
+
+def make_pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> KVPool:
+    """Zeros in the places of ``pool_shapes``."""
+    return _made(_make_pool(cfg, config, backend), pool_shapes(cfg, config, backend), backend)
+
+
+def make_state(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> SamplingState:
+    """``initial_state`` in the places of ``state_shapes``."""
+    shapes = state_shapes(cfg, config, backend)
+    return _made(lambda: initial_state(config.num_slots, cfg.vocab_size), shapes, backend)
+
+
+def _make_pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> Callable[[], KVPool]:
+    return lambda: new_pool(cfg, config.num_pages, config.page_size, backend.kv_dtype, as_bits=backend.kv_as_bits)
+
+
+def _made(make: Callable[[], TreeT], shapes: TreeT, backend: Backend) -> TreeT:
+    if backend.mesh is None:
+        with on_device(backend.device):
+            return make()
+    places: Any = jax.tree.map(lambda x: x.sharding, shapes)
+    return jax.jit(make, out_shardings=places)()
+
+
+def _cut(backend: Backend, *axes: str | None) -> PartitionSpec:
+    """Without axes of one device, so that one placement has one name."""
+    sizes = backend.mesh_shape.sizes
+    return PartitionSpec(*(axis if axis is not None and sizes[axis] > 1 else None for axis in axes))
