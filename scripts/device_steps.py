@@ -83,7 +83,9 @@ def random_weights(cfg: ModelConfig, seed: int) -> Weights[Array]:
 
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return decoder.stack_layers(jax.tree.unflatten(tree, [draw(k, s) for k, s in zip(keys, leaves, strict=True)]))
+    weights: Weights[Array] = jax.tree.unflatten(tree, [draw(k, s) for k, s in zip(keys, leaves, strict=True)])
+    # As they are served: scanned on TPU alone.
+    return decoder.stack_layers(weights) if jax.default_backend() == "tpu" else weights
 
 
 def make_step(cfg: ModelConfig, case: BatchCase, weights: Weights[Array], kv_dtype: str, seed: int) -> Step:

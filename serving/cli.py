@@ -96,9 +96,8 @@ def _find_model(name: str, cache_dir: Path | None) -> ResolvedModel:
         return resolve_model(name, cache_dir=cache_dir, progress=display.update)
 
 
-def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that ``serve`` and ``generate`` share, listed in this order. max_streams: its default."""
-    options = (
+def _compute_options() -> tuple[Callable[..., Any], ...]:
+    return (
         compute(
             "--device", type=click.Choice(DEVICES), default="auto", help="Where the model runs; auto: as JAX has it."
         ),
@@ -125,6 +124,13 @@ def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[
             default="auto",
             help="Type of stored keys and values; auto: that of --dtype, fp8: the chip's own 8-bit float.",
         ),
+    )
+
+
+def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that ``serve`` and ``generate`` share, listed in this order. max_streams: its default."""
+    options = (
+        *_compute_options(),
         memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
         memory("--max-streams", type=int, default=max_streams, help="Requests that generate at the same time."),
         memory(

@@ -182,13 +182,12 @@ def largest_temporary(assignment: str) -> int:
 
 
 def copies(text: str, built: Built) -> list[str]:
-    """Instructions that make another array of the size and width of a donated one, or one that reaches the bound."""
-    pools = built.uncopied
+    """Instructions that make another array of the size and width of a donated one or of a weight, or one that reaches the
+    bound."""
     return [
         f"{instruction.opcode} makes {instruction.text[:160]}"
         for instruction in hlo.made(text)
-        if not _is_in_place(instruction, text)
-        and any((s.size, s.bits) in pools or s.bytes >= built.bound_bytes for s in instruction.shapes)
+        if not _is_in_place(instruction, text) and any(built.is_copy(shape) for shape in instruction.shapes)
     ]
 
 

@@ -9,7 +9,7 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf
         "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "f8e5m2": 8, "f8e4m3fn": 8, "f8e4m3": 8,
         "f8e8m0fnu": 8, "token": 0, "s2": 2, "u2": 2}  # fmt: skip
 PASSED_ON = frozenset(
-    ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "custom-call", "copy-done",
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "custom-call", "copy-done", "fusion-done",
      "async-start", "async-update", "async-done", "optimization-barrier", "opt-barrier")
 )  # fmt: skip
 """Opcodes that make no array of their own. A custom call is a kernel: its results alias arguments or are counted among
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """shapes: of the result, one for each member of a tuple; of a copy-start, the copy alone."""
+    """shapes: of the result, one for each member of a tuple; of what is started, what it makes."""
 
     name: str
     opcode: str
@@ -60,6 +60,8 @@ def instructions(text: str) -> Iterator[Instruction]:
             opcode = _OPCODE.search(found["rest"])
             if opcode:
                 result = found["rest"][: opcode.start("opcode")]
+                if opcode["opcode"] == "fusion-start":
+                    result = result.partition("), ")[2]  # what is before it are operands
                 shapes = _shapes(result)
                 if opcode["opcode"] == "copy-start":
                     shapes = shapes[:1]  # the others are what is copied, and a flag

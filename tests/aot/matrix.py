@@ -17,6 +17,7 @@ from headrace.pallas_kernels import api
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, GroupQuant, Implementation, Kernels, KVPool, TokenKV
+from tests.aot.hlo import Shape
 
 HEAD_DIMS = (64, 128, 256)
 KV_HEADS = (1, 8)
@@ -89,7 +90,8 @@ class Built:
     leaves, unpadded. bound_bytes: no temporary may reach it: the pages and scales of one layer, or the weight as bf16.
     activation_bytes: of a whole step; XLA:TPU reports all temporaries as one sum, which these may add to.
     row_major: leaves of arguments that lie row-major whatever XLA would choose: the values of weights that a kernel
-    reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small.
+    reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small. weights: of a whole
+    step, one layer at a time; no array like one of them may be made in HBM.
     """
 
     function: Callable[..., Any]
@@ -100,13 +102,25 @@ class Built:
     activation_bytes: int = 0
     row_major: tuple[jax.ShapeDtypeStruct, ...] = ()
     may_be_copied: tuple[int, ...] = ()
+    weights: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     @property
     def uncopied(self) -> set[tuple[int, int]]:
         """(size, bits of an element) of arrays of which no other one may be made."""
         indexes = set(self.donated) - set(self.may_be_copied)
         leaves = (leaf for index in indexes for leaf in jax.tree.leaves(self.arguments[index]))
-        return {(leaf.size, 8 * leaf.dtype.itemsize) for leaf in leaves if leaf.size > 1}
+        return {_key(leaf) for leaf in leaves if leaf.size > 1}
+
+    def is_copy(self, shape: Shape) -> bool:
+        """Whether an array of this shape may not be made."""
+        key = (shape.size, shape.bits)
+        is_weight = key in {_key(weight) for weight in self.weights}
+        is_large = shape.bytes >= self.bound_bytes
+        return key in self.uncopied or (not shape.is_on_chip and (is_weight or is_large))
+
+
+def _key(x: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    return x.size, 8 * x.dtype.itemsize
 
 
 def entries(chips: tuple[str, ...] = tuple(CHIPS)) -> Iterator[Entry]:

@@ -1,5 +1,6 @@
 """Whole steps of real models with the kernels inside, as the runner compiles them, from the shapes of all arguments."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.model.config import ModelConfig
+from headrace.model.specs import param_specs
 from headrace.pallas_kernels.chips import CHIPS
-from headrace.pallas_kernels.types import Kernels, KVPool
+from headrace.pallas_kernels.types import Implementation, Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import ProgramKind
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
@@ -32,6 +34,9 @@ SLOTS = 16
 rows of SmolLM2's vocabulary, 12 s for 16."""
 PAGE_TOKENS = {"bfloat16": 64, "int8": 128}
 """The runner's own choice on a TPU."""
+
+LEAST_WEIGHT = 500_000
+"""Elements: an activation may have as many as a smaller weight by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,8 @@ def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
 
 
 def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
-    """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; bf16 weights, scanned.
+    """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; bf16 weights,
+    layers as the backend of such a chip has them.
 
     device: of the chip; weights then have the layouts that they are served in there.
     """
@@ -85,7 +91,7 @@ def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
         kernels=Kernels(implementation=CHIPS[step.chip].implementation, chip=step.chip),
         dtype=np.dtype(jnp.bfloat16),
         kv_dtype=np.dtype(jnp.dtype(step.kv_dtype)),
-        scan_layers=True,
+        scan_layers=CHIPS[step.chip].implementation is Implementation.TPU,
     )
     weights, pool = weight_shapes(cfg, backend), pool_shapes(cfg, config, backend)
     state = state_shapes(cfg, config, backend)
@@ -98,8 +104,15 @@ def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
         donated_bytes=size_bytes((pool, state)),
         bound_bytes=size_bytes(pool) // cfg.num_layers,
         activation_bytes=activation_bytes(cfg, layout),
+        weights=large_weights(cfg),
         may_be_copied=tuple(i for i in program.donated if not isinstance(program.arguments[i], KVPool)),
     )
+
+
+def large_weights(cfg: ModelConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    specs = jax.tree.leaves(param_specs(cfg, jnp.bfloat16))
+    found = {(spec.shape, spec.dtype) for spec in specs if math.prod(spec.shape) >= LEAST_WEIGHT}
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in sorted(found, key=str))
 
 
 def activation_bytes(cfg: ModelConfig, layout: InputLayout) -> int:

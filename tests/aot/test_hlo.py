@@ -1,5 +1,7 @@
 """Large arrays and kernels in HLO text as XLA:TPU writes it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -68,3 +70,17 @@ def test_what_a_copy_is_started_from_is_not_made_by_it() -> None:
     there, here = "bf16[1024,512]{1,0:T(8,128)S(1)}", "bf16[1024,512]{1,0:T(8,128)}"
     assert found(entry=f"%start = ({there}, {here}, u32[]{{:S(2)}}) copy-start(%w)") == []
     assert len(found(entry=f"%start = ({here}, {here}, u32[]{{:S(2)}}) copy-start(%w)")) == 1
+
+
+def test_what_a_fusion_is_started_on_is_not_made_by_it() -> None:
+    """XLA:GPU of JAX 0.12 copies slices of stacked weights so."""
+    start = "%fusion-start.1 = ((bf16[30,1024,512]{2,1,0}, s32[]), bf16[1,SIZE,512]{2,1,0}, u32[]) fusion-start(%w, %i)"
+    assert len(found(entry=start.replace("SIZE", "1024"))) == 1
+    assert found(entry=start.replace("SIZE", "1023")) == []
+
+
+def test_a_weight_is_copied_to_the_chip_alone() -> None:
+    built = replace(BUILT, weights=(jax.ShapeDtypeStruct((512, 96), jnp.bfloat16),))
+    for place, count in (("", 1), ("S(1)", 0)):
+        line = f"%w.1 = bf16[1,512,96]{{2,1,0:T(8,128){place}}} fusion(%x), calls=%fused_computation.9"
+        assert len(copies(TEXT.replace("ENTRY_LINE", line), built)) == count

@@ -124,14 +124,10 @@ def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool)
 
 
 def copies(text: str, built: Built) -> list[str]:
-    """Instructions that make another array of the size and width of a donated one, wherever it lies, or one in HBM that
-    reaches the bound."""
-    pools = built.uncopied
+    """Instructions that make another array of the size and width of a donated one, wherever it lies, or one in HBM like a
+    weight or that reaches the bound."""
     return [
         f"{instruction.opcode} makes {instruction.text[:160]}"
         for instruction in hlo.made(text)
-        if any(
-            (shape.size, shape.bits) in pools or (shape.bytes >= built.bound_bytes and not shape.is_on_chip)
-            for shape in instruction.shapes
-        )
+        if any(built.is_copy(shape) for shape in instruction.shapes)
     ]

@@ -38,7 +38,7 @@ def chosen(device: FakeDevice, **wishes: object) -> Backend:
         (CPU, Kernels(), np.dtype(np.float32), False),
         (V5E, Kernels(implementation=TPU, chip="v5e"), BF16, True),
         (V7X, Kernels(implementation=TPU, chip="tpu7x"), BF16, True),
-        (H100, Kernels(implementation=GPU, chip="h100"), BF16, True),
+        (H100, Kernels(implementation=GPU, chip="h100"), BF16, False),
     ],
 )
 def test_auto(device: FakeDevice, kernels: Kernels, dtype: np.dtype, scans: bool) -> None:
@@ -134,7 +134,7 @@ def test_interpreted_kernels_run_anywhere_with_a_chips_limits() -> None:
     )
     backend = chosen(CPU, attention="gpu", interpret=True, kv_dtype="fp8")
     assert backend.kernels == Kernels(implementation=GPU, chip="h100", interpret=True)
-    assert (backend.dtype, backend.kv_dtype.name, backend.scan_layers) == (np.float32, "float8_e4m3fn", True)
+    assert (backend.dtype, backend.kv_dtype.name, backend.scan_layers) == (np.float32, "float8_e4m3fn", False)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
