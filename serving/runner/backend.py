@@ -63,8 +63,8 @@ class Backend:
     dtype: of weights, and of activations in products. kv_dtype: of pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU and XLA:GPU copy the
-    slices of stacked weights (on an H100 that would be three times the traffic of a decode step), so layers are unrolled
-    there; 32 of Llama-3.1-8B compile in 15 s, scanned in 24. kv_as_bits: see ``KVPool.bits_of``.
+    slices of stacked weights (on an H100 three times the traffic of a decode step), so layers are unrolled there; 32 of
+    Llama-3.1-8B compile in 15 s, scanned in 24. kv_as_bits: see ``KVPool.bits_of``.
     """
 
     device: jax.Device | None = None

@@ -182,8 +182,8 @@ def largest_temporary(assignment: str) -> int:
 
 
 def copies(text: str, built: Built) -> list[str]:
-    """Instructions that make another array of the size and width of a donated one or of a weight, or one that reaches the
-    bound."""
+    """Instructions that make another array of the size and width of a donated one or of a weight, or one that reaches
+    the bound."""
     return [
         f"{instruction.opcode} makes {instruction.text[:160]}"
         for instruction in hlo.made(text)

@@ -9,8 +9,8 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf
         "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "f8e5m2": 8, "f8e4m3fn": 8, "f8e4m3": 8,
         "f8e8m0fnu": 8, "token": 0, "s2": 2, "u2": 2}  # fmt: skip
 PASSED_ON = frozenset(
-    ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "custom-call", "copy-done", "fusion-done",
-     "async-start", "async-update", "async-done", "optimization-barrier", "opt-barrier")
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "custom-call", "copy-done",
+     "fusion-done", "async-start", "async-update", "async-done", "optimization-barrier", "opt-barrier")
 )  # fmt: skip
 """Opcodes that make no array of their own. A custom call is a kernel: its results alias arguments or are counted among
 temporaries. A copy is counted where it starts."""

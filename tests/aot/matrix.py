@@ -90,8 +90,8 @@ class Built:
     leaves, unpadded. bound_bytes: no temporary may reach it: the pages and scales of one layer, or the weight as bf16.
     activation_bytes: of a whole step; XLA:TPU reports all temporaries as one sum, which these may add to.
     row_major: leaves of arguments that lie row-major whatever XLA would choose: the values of weights that a kernel
-    reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small. weights: of a whole
-    step, one layer at a time; no array like one of them may be made in HBM.
+    reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small. weights: of a
+    whole step, one layer at a time; no array like one of them may be made in HBM.
     """
 
     function: Callable[..., Any]

@@ -124,8 +124,8 @@ def check(name: str, chip: str, built: Built, dump: Path, *, needs_kernel: bool)
 
 
 def copies(text: str, built: Built) -> list[str]:
-    """Instructions that make another array of the size and width of a donated one, wherever it lies, or one in HBM like a
-    weight or that reaches the bound."""
+    """Instructions that make another array of the size and width of a donated one, wherever it lies, or one in HBM like
+    a weight or that reaches the bound."""
     return [
         f"{instruction.opcode} makes {instruction.text[:160]}"
         for instruction in hlo.made(text)
