@@ -1,8 +1,9 @@
 """The served decoder: pure functions from weights, inputs and pages to hidden states and logits.
 
 One layer function serves unrolled and scanned layers. A tuple of layers is unrolled; layers stacked into one
-``LayerWeights`` (``stack_layers``) are scanned. The pool of pages is carried from layer to layer whole, each layer
-using its own range of rows, so that a donated pool is updated in place.
+``LayerWeights`` (``stack_layers``) are scanned, one period of ``ModelConfig.window_pattern`` at a time. The pool of
+pages is carried from layer to layer whole, each layer using its own range of rows, so that a donated pool is updated in
+place.
 """
 
 import functools
@@ -15,6 +16,8 @@ from jax.typing import DTypeLike
 
 from headrace.model.attention import attention, project
 from headrace.model.config import ModelConfig
+from headrace.model.feed_forward import feed_forward
+from headrace.model.moe import real_tokens
 from headrace.model.norm import rms_norm
 from headrace.model.rope import Rotation, rotation
 from headrace.model.weights import LayerWeights, Weights
@@ -65,22 +68,53 @@ def forward(
 
     Args:
       weights: arrays, layers unrolled or stacked. inputs: every id and index in range (nothing is checked here).
-      pool: see new_pool; donate it. kernels: which code runs attention.
+      pool: see new_pool; donate it. kernels: which code runs attention and experts.
     Returns: (float32 hidden states [T, D] after the final norm, pool).
     """
-    turn = rotation(inputs.position_T, cfg.head_dim, cfg.rope_theta)
+    hidden_TD, pool, _ = forward_counting(weights, inputs, pool, cfg, kernels=kernels)
+    return hidden_TD, pool
+
+
+def forward_counting(
+    weights: Weights[Array],
+    inputs: StepInputs,
+    pool: KVPool,
+    cfg: ModelConfig,
+    *,
+    kernels: Kernels = Kernels(),
+) -> tuple[Array, KVPool, Array | None]:
+    """As forward, and the load: i32 [L, E] real tokens that each layer sent to each expert; None without experts."""
+    turn = rotation(inputs.position_T, cfg)
+    is_real_T = real_tokens(inputs.meta, inputs.token_T.size) if cfg.num_experts else None
     pages = pool.pages_RKWC.shape[0] // cfg.num_layers
-    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, kernels=kernels)
+    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, is_real_T=is_real_T, kernels=kernels)
     x_TD = weights.embed_VD.at[inputs.token_T].get(mode="promise_in_bounds").astype(jnp.float32)
-    first_row_L = jnp.arange(cfg.num_layers, dtype=jnp.int32) * pages
+    windows = cfg.layer_windows
     if isinstance(weights.layers, LayerWeights):
-        (x_TD, pool), _ = lax.scan(
-            lambda carry, xs: (layer(*carry, *xs), None), (x_TD, pool), (weights.layers, first_row_L)
-        )
+        # Indexed by hand, which is what scanning over them would do: a period of layers as one input would be sliced
+        # twice, through a copy.
+        stacked = weights.layers
+
+        def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
+            loads = []
+            for offset, window in enumerate(windows):
+                index = first + offset
+                w = jax.tree.map(lambda x, i=index: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked)
+                *carry, load_E = layer(*carry, w, index * pages, window=window)
+                loads.append(load_E)
+            return tuple(carry), loads
+
+        firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
+        (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
+        load_LE = jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
     else:
+        loads = []
         for index, w in enumerate(weights.layers):
-            x_TD, pool = layer(x_TD, pool, w, first_row_L[index])
-    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool
+            window = windows[index % len(windows)]
+            x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window)
+            loads.append(load_E)
+        load_LE = jnp.stack(loads) if cfg.num_experts else None
+    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool, load_LE
 
 
 def logits(weights: Weights[Array], hidden_TD: Array) -> Array:
@@ -96,7 +130,7 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
 
 
 # Jitted by itself, so that unrolled layers are traced and lowered once per program and not once per layer.
-@functools.partial(jax.jit, static_argnames=("cfg", "kernels"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kernels", "window"))
 def _layer(
     x_TD: Array,
     pool: KVPool,
@@ -106,13 +140,13 @@ def _layer(
     cfg: ModelConfig,
     turn: Rotation,
     meta: AttnMeta,
+    is_real_T: Array | None,
     kernels: Kernels,
-) -> tuple[Array, KVPool]:
-    attended_TD, pool = attention(
-        w, cfg, rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps), pool, first_row, turn, meta, kernels
-    )
+    window: int | None,
+) -> tuple[Array, KVPool, Array | None]:
+    a_TD = rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps)
+    attended_TD, pool = attention(w, cfg, a_TD, pool, first_row, turn, meta, kernels, window=window)
     x_TD = x_TD + attended_TD
     m_TD = rms_norm(x_TD, w.ffn_norm_D, cfg.rms_norm_eps)
-    gate_TF = project("TD,DF->TF", m_TD, w.gate_DF)
-    up_TF = project("TD,DF->TF", m_TD, w.up_DF)
-    return x_TD + project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD), pool
+    y_TD, load_E = feed_forward(w, cfg, m_TD, is_real_T, kernels)
+    return x_TD + y_TD, pool, load_E

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +22,17 @@ class StoredTensor:
     dtype: str
     offset: int
     num_bytes: int
+
+    def row(self, index: int) -> "StoredTensor":
+        """One entry of the first axis, as a tensor; for formats that store values side by side."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return replace(
+            self,
+            name=f"{self.name}[{index}]",
+            shape=self.shape[1:],
+            offset=self.offset + index * num_bytes,
+            num_bytes=num_bytes,
+        )
 
 
 class TensorSource(Protocol):
