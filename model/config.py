@@ -90,11 +90,11 @@ class ModelConfig:
 
     def _check_experts(self) -> None:
         if self.num_experts == 0:
-            if not 1 <= self.ffn_width <= _MAX_FFN_WIDTH:
-                raise ConfigError(f"ffn_width is {self.ffn_width}; it must be from 1 to {_MAX_FFN_WIDTH}")
             for field in ("experts_per_token", "expert_ffn_width", "router", "expert_bias"):
                 if getattr(self, field):
                     raise ConfigError(f"{field} is {getattr(self, field)}, but num_experts is 0")
+            if not 1 <= self.ffn_width <= _MAX_FFN_WIDTH:
+                raise ConfigError(f"ffn_width is {self.ffn_width}; it must be from 1 to {_MAX_FFN_WIDTH}")
             return
         for field, limit in (
             ("num_experts", _MAX_EXPERTS),

@@ -159,7 +159,10 @@ def config_from_directory(directory: ModelDirectory) -> ModelConfig:
     for key in sorted(family.hf_required - keys.rest.keys()):
         raise keys.fail(key, "is missing")
     num_layers = keys.integer("num_hidden_layers")
-    options = family.hf_options(keys, num_layers)
+    try:
+        options = family.hf_options(keys, num_layers)
+    except ConfigError as error:
+        raise ModelFileError(path, str(error)) from None
     num_heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     keys.demand("hidden_act", "silu", "swish")
     keys.demand("attention_bias", False)
@@ -168,7 +171,7 @@ def config_from_directory(directory: ModelDirectory) -> ModelConfig:
     keys.demand("partial_rotary_factor", 1.0)
     if "quantization_config" in keys.rest:
         raise keys.fail("quantization_config", "is set: quantized safetensors are not supported")
-    ffn_width = 0 if options.get("num_experts") else keys.integer("intermediate_size")
+    ffn_width = 0 if "num_experts" in options else keys.integer("intermediate_size")
     rope_theta, rope_scaling = _rope(path, keys)
     eos_ids = _token_ids(keys, "eos_token_id")
     if directory.has("generation_config.json"):

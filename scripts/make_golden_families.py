@@ -2,9 +2,9 @@
 
     python scripts/make_golden_families.py [NAME ...]
 
-Writes tests/golden/families/NAME.json. Needs an environment of its own with torch and transformers; the records change
-only on request. Models run in float32 on the CPU with eager attention. Their weights come from a seed and the names in
-their files (tests/golden/random_weights.py), and pass through a file, as anybody's do.
+Writes tests/golden/families/NAME.json and tests/golden/mxfp4.json. Needs an environment of its own with torch and
+transformers; the records change only on request. Models run in float32 on the CPU with eager attention. Their weights
+come from a seed and the names in their files (tests/golden/random_weights.py), and pass through a file like anybody's.
 """
 
 import json
@@ -19,6 +19,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -96,15 +97,34 @@ def record(values: dict[str, Any], directory: Path) -> dict[str, Any]:
     }
 
 
+def record_mxfp4() -> dict[str, Any]:
+    """Two experts of 6 outputs by 64 inputs in MXFP4, and the values that transformers makes of them."""
+    rng = np.random.Generator(np.random.PCG64(SEED))
+    blocks = rng.integers(0, 256, (2, 6, 2, 16), np.uint8)
+    scales = rng.integers(120, 134, (2, 6, 2), np.uint8)
+    values = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    return {
+        "versions": {m.__name__: m.__version__ for m in (torch, transformers)},
+        "blocks": blocks.tolist(),
+        "scales": scales.tolist(),
+        "values": values.tolist(),
+    }
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
 def main() -> None:
     folder = ROOT / "tests" / "golden" / "families"
     folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
+    write(folder.parent / "mxfp4.json", record_mxfp4())
     for name in sys.argv[1:] or MODELS:
         with tempfile.TemporaryDirectory() as directory:
             found = record(MODELS[name], Path(directory))
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
-        (folder / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        write(folder / f"{name}.json", found)
         print(name, max(abs(x) for row in found["logits"] for x in row))
 
 

@@ -20,6 +20,7 @@ _KINDS = ("sliding_attention", "full_attention")
 def _options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
     chosen = keys.integer("num_experts_per_tok")
     keys.demand("experts_per_token", chosen)
+    _read_quantization(keys)
     window, pattern = keys.integer("sliding_window"), _pattern(keys, num_layers)
     return {
         "num_experts": keys.integer("num_local_experts"),
@@ -33,6 +34,16 @@ def _options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
         "sliding_window": window if any(pattern) else None,
         "window_pattern": pattern if any(pattern) else (),
     }
+
+
+def _read_quantization(keys: ConfigKeys) -> None:
+    """MXFP4 is what the files are; which tensors have it is read from their headers."""
+    value = keys.rest.pop("quantization_config", {})
+    if not isinstance(value, dict):
+        raise keys.fail("quantization_config", f"is {value!r:.60}; it must be an object")
+    inner = ConfigKeys(keys.path, {f"quantization_config.{k}": v for k, v in value.items()}, "quantization_config.")
+    inner.demand("quant_method", "mxfp4")
+    inner.refuse_rest({"modules_to_not_convert"})
 
 
 def _pattern(keys: ConfigKeys, layers: int) -> tuple[bool, ...]:

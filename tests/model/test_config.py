@@ -85,6 +85,7 @@ def test_gguf_fields(change: dict[str, object], expected: dict[str, object]) -> 
     ("key", "value", "reason"),
     [
         ("general.architecture", "mamba", "is 'mamba', which is not supported; supported: llama"),
+        ("general.architecture", "qwen3moe", "is 'qwen3moe', which is not supported; supported: llama"),
         ("general.architecture", 7, "is 7, which is not supported"),
         ("general.architecture", None, "is missing"),
         ("general.type", "adapter", "is 'adapter', which is not supported; 'model' is"),
