@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from headrace.model.config import ModelConfig
+from headrace.model.norm import rms_norm
 from headrace.model.rope import Rotation, rotate
 from headrace.model.weights import LayerWeights
 from headrace.pallas_kernels import api
@@ -30,16 +31,29 @@ def attention(
     turn: Rotation,
     meta: AttnMeta,
     kernels: Kernels,
+    *,
+    window: int | None = None,
 ) -> tuple[jax.Array, KVPool]:
-    """x_TD is normalized. first_row: row of this layer's page 0. Returns (output [T, D], pool)."""
+    """x_TD is normalized. first_row: row of this layer's page 0. window: see AttentionSpec; None in layers without one.
+
+    Returns (output [T, D] of the heads that w holds, without o_bias_D; pool).
+    """
+    q_TNH = _heads(biased(project("TD,DX->TX", x_TD, w.q_DX), w.q_bias_X), cfg)
+    k_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.k_DY), w.k_bias_Y), cfg)
+    v_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.v_DY), w.v_bias_Y), cfg)
+    if w.q_norm_H is not None and w.k_norm_H is not None:
+        q_TNH, k_TKH = rms_norm(q_TNH, w.q_norm_H, cfg.rms_norm_eps), rms_norm(k_TKH, w.k_norm_H, cfg.rms_norm_eps)
     # Queries are in the type of products, like every other activation that a product reads.
-    q_TNH = rotate(_heads(project("TD,DX->TX", x_TD, w.q_DX), cfg), turn).astype(w.q_DX.dtype)
-    k_TKH = rotate(_heads(project("TD,DY->TY", x_TD, w.k_DY), cfg), turn)
-    v_TKH = _heads(project("TD,DY->TY", x_TD, w.v_DY), cfg)
+    q_TNH, k_TKH = rotate(q_TNH, turn).astype(w.q_DX.dtype), rotate(k_TKH, turn)
     new = to_pool(k_TKH, v_TKH, pool.dtype)
-    spec = AttentionSpec(scale=cfg.head_dim**-0.5)
-    out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, kernels=kernels)
+    spec = AttentionSpec(scale=cfg.head_dim**-0.5, window=window)
+    out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, sinks_N=w.sinks_N, kernels=kernels)
     return project("TX,XD->TD", out_TNH.reshape(out_TNH.shape[0], -1), w.o_XD), pool
+
+
+def biased(x_TX: jax.Array, bias_X: jax.Array | None) -> jax.Array:
+    """x with a bias, where there is one."""
+    return x_TX if bias_X is None else x_TX + bias_X
 
 
 def _heads(x_TX: jax.Array, cfg: ModelConfig) -> jax.Array:

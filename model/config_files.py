@@ -4,18 +4,19 @@ Each key is either used, known to leave the computation alone, or refused by nam
 model that quietly computes something else.
 """
 
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.model.config import ModelConfig
+from headrace.model.config_keys import ConfigKeys
 from headrace.model.directory import PICKLE_REFUSAL, PICKLE_SUFFIXES, ModelDirectory
 from headrace.model.errors import ModelFileError
 from headrace.model.families import FAMILIES
 from headrace.model.family import Family
 from headrace.model.gguf_metadata import MAGIC, GGUFFile, read_gguf
+from headrace.model.rope_scaling import Llama3Scaling, RopeScaling, YarnScaling
 from headrace.serving.core.errors import ConfigError
 
 _GGUF_INERT = frozenset({"rope.scaling.original_context_length", "rope.scaling.finetuned"})
@@ -93,62 +94,15 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     return config_from_directory(ModelDirectory(path))
 
 
-class _Keys:
-    """Keys of one file, each read once; ``refuse_rest`` names what nobody read."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        self.path = path
-        self.prefix = prefix
-        self.rest = {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
-
-    def fail(self, key: str, reason: str) -> ModelFileError:
-        return ModelFileError(self.path, f"{self.prefix}{key} {reason}")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.rest.pop(key, default)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]  # GGUF may repeat a number for every layer.
-        if isinstance(value, list):
-            raise self.fail(key, "differs between layers, which this family does not support")
-        if type(value) is not int:
-            raise self.fail(key, f"is {value!r:.60}; it must be an integer" if value is not None else "is missing")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.rest.pop(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.fail(key, f"is {value!r:.60}; it must be a finite number" if value is not None else "is missing")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.rest.pop(key, default)
-        if type(value) is not bool:
-            raise self.fail(key, f"is {value!r:.60}; it must be true or false")
-        return value
-
-    def demand(self, key: str, *allowed: object) -> None:
-        """Refuse any value of an optional key but these."""
-        if key not in self.rest:
-            return
-        value = self.rest.pop(key)
-        if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
-            names = " or ".join(repr(a) for a in allowed)
-            raise self.fail(key, f"is {value!r:.60}, which is not supported; {names} is")
-
-    def refuse_rest(self, inert: Iterable[str]) -> None:
-        for key in sorted(self.rest.keys() - set(inert)):
-            raise self.fail(key, f"(value {self.rest[key]!r:.60}) is not known to this version of Headrace")
-
-
 def config_from_gguf(gguf: GGUFFile) -> ModelConfig:
     """Configuration from the fields of a GGUF file. Raises: ModelFileError."""
     path, fields = gguf.path, gguf.fields
-    top = _Keys(path, fields)
+    top = ConfigKeys(path, fields)
     top.demand("general.type", "model")
     top.demand("split.count", 0, 1)
     architecture = fields.get("general.architecture")
-    family = _family(path, "general.architecture", architecture, {f.gguf_architecture: f for f in FAMILIES})
-    keys = _Keys(path, fields, family.gguf_architecture + ".")
+    family = _family(path, "general.architecture", architecture, _gguf_families())
+    keys = ConfigKeys(path, fields, f"{architecture}.")
     num_heads = keys.integer("attention.head_count")
     width = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", width // max(num_heads, 1))
@@ -198,10 +152,17 @@ def config_from_directory(directory: ModelDirectory) -> ModelConfig:
     path = directory.path / "config.json"
     family = _family(path, "model_type", values.get("model_type"), {f.hf_model_type: f for f in FAMILIES})
     # A key without a value takes its default, as in transformers.
-    keys = _Keys(path, {key: value for key, value in values.items() if value is not None})
+    keys = ConfigKeys(path, {key: value for key, value in values.items() if value is not None})
     architectures = values.get("architectures")
     if architectures is not None and architectures != [family.hf_architecture]:
         raise keys.fail("architectures", f"is {architectures!r:.100}; [{family.hf_architecture!r}] is supported")
+    for key in sorted(family.hf_required - keys.rest.keys()):
+        raise keys.fail(key, "is missing")
+    num_layers = keys.integer("num_hidden_layers")
+    try:
+        options = family.hf_options(keys, num_layers)
+    except ConfigError as error:
+        raise ModelFileError(path, str(error)) from None
     num_heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     keys.demand("hidden_act", "silu", "swish")
     keys.demand("attention_bias", False)
@@ -210,56 +171,96 @@ def config_from_directory(directory: ModelDirectory) -> ModelConfig:
     keys.demand("partial_rotary_factor", 1.0)
     if "quantization_config" in keys.rest:
         raise keys.fail("quantization_config", "is set: quantized safetensors are not supported")
+    ffn_width = 0 if "num_experts" in options else keys.integer("intermediate_size")
+    rope_theta, rope_scaling = _rope(path, keys)
     eos_ids = _token_ids(keys, "eos_token_id")
     if directory.has("generation_config.json"):
-        generation = _Keys(directory.path / "generation_config.json", directory.read_json("generation_config.json"))
+        generation = ConfigKeys(
+            directory.path / "generation_config.json", directory.read_json("generation_config.json")
+        )
         eos_ids |= _token_ids(generation, "eos_token_id")
     config = _checked(
         path,
         family=family.name,
         vocab_size=keys.integer("vocab_size"),
-        num_layers=keys.integer("num_hidden_layers"),
+        num_layers=num_layers,
         width=width,
-        ffn_width=keys.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=keys.integer("num_key_value_heads", num_heads),
         head_dim=keys.integer("head_dim", width // max(num_heads, 1)),
         max_context=keys.integer("max_position_embeddings"),
-        rope_theta=_rope_theta(path, keys),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         tied_embeddings=keys.boolean("tie_word_embeddings", False),
         bos_id=keys.integer("bos_token_id") if "bos_token_id" in keys.rest else None,
         eos_ids=tuple(sorted(eos_ids)),
+        ffn_width=ffn_width,
+        **options,
     )
     hidden = {key for key in keys.rest if key.startswith("_")}
     keys.refuse_rest(_HF_INERT | family.hf_inert_keys | hidden)
     return config
 
 
-def _rope_theta(path: Path, keys: _Keys) -> float:
-    """The base of plain rotary positions: rope_theta, or rope_parameters of newer files; scaling is refused."""
+def _rope(path: Path, keys: ConfigKeys) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of rotary positions: rope_theta and rope_scaling, or rope_parameters of newer files."""
     theta = keys.number("rope_theta", 10000.0)
+    scaling: RopeScaling | None = None
     for name in ("rope_scaling", "rope_parameters"):
         value = keys.rest.pop(name, None)
         if value is None:
             continue
         if not isinstance(value, dict):
             raise keys.fail(name, f"is {value!r:.60}; it must be an object")
-        rope = _Keys(path, {f"{name}.{key}": inner for key, inner in value.items() if inner is not None}, f"{name}.")
-        rope.demand("rope_type", "default")
-        rope.demand("type", "default")
+        rope = ConfigKeys(
+            path, {f"{name}.{key}": inner for key, inner in value.items() if inner is not None}, f"{name}."
+        )
         rope.demand("partial_rotary_factor", 1.0)
         theta = rope.number("rope_theta", theta)
+        scaling = _scaling(path, rope) or scaling
         rope.refuse_rest(())
-    return theta
+    return theta, scaling
 
 
-def _token_ids(keys: _Keys, key: str) -> set[int]:
+def _scaling(path: Path, rope: ConfigKeys) -> RopeScaling | None:
+    kind = rope.rest.get("rope_type", rope.rest.get("type"))
+    kinds = ("default", "llama3", "yarn")
+    rope.demand("rope_type", *kinds)
+    rope.demand("type", *kinds)
+    try:
+        if kind == "yarn":
+            given = {"attention_factor": rope.number("attention_factor")} if "attention_factor" in rope.rest else {}
+            return YarnScaling(
+                factor=rope.number("factor"),
+                original_context=rope.integer("original_max_position_embeddings"),
+                beta_fast=rope.number("beta_fast", 32.0),
+                beta_slow=rope.number("beta_slow", 1.0),
+                truncate=rope.boolean("truncate", True),
+                **given,
+            )
+        if kind == "llama3":
+            return Llama3Scaling(
+                factor=rope.number("factor"),
+                original_context=rope.integer("original_max_position_embeddings"),
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+            )
+    except ConfigError as error:
+        raise ModelFileError(path, str(error)) from None
+    return None
+
+
+def _token_ids(keys: ConfigKeys, key: str) -> set[int]:
     value = keys.rest.pop(key, None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
         raise keys.fail(key, f"is {value!r:.60}; it must be a token id or a list of them")
     return set(ids)
+
+
+def _gguf_families() -> dict[str, Family]:
+    return {f.gguf_architecture: f for f in FAMILIES if f.gguf_architecture is not None}
 
 
 def _family(path: Path, key: str, name: object, known: Mapping[str, Family]) -> Family:

@@ -1,8 +1,9 @@
 """The served decoder: pure functions from weights, inputs and pages to hidden states and logits.
 
 One layer function serves unrolled and scanned layers. A tuple of layers is unrolled; layers stacked into one
-``LayerWeights`` (``stack_layers``) are scanned. The pool of pages is carried from layer to layer whole, each layer
-using its own range of rows, so that a donated pool is updated in place.
+``LayerWeights`` (``stack_layers``) are scanned, one period of ``ModelConfig.window_pattern`` at a time. The pool of
+pages is carried from layer to layer whole, each layer using its own range of rows, so that a donated pool is updated in
+place.
 """
 
 import functools
@@ -13,8 +14,10 @@ from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 
-from headrace.model.attention import attention, project
+from headrace.model.attention import attention, biased, project
 from headrace.model.config import ModelConfig
+from headrace.model.feed_forward import feed_forward
+from headrace.model.moe import real_tokens
 from headrace.model.norm import rms_norm
 from headrace.model.rope import Rotation, rotation
 from headrace.model.weights import LayerWeights, Weights
@@ -67,23 +70,57 @@ def forward(
 
     Args:
       weights: arrays, layers unrolled or stacked. inputs: every id and index in range (nothing is checked here).
-      pool: see new_pool; donate it. kernels: which code runs attention.
+      pool: see new_pool; donate it. kernels: which code runs attention and experts.
       shards: inside ``shard_map``, what this device's weights and pages are a part of; cfg stays that of the whole.
     Returns: (float32 hidden states [T, D] after the final norm, pool).
     """
-    turn = rotation(inputs.position_T, cfg.head_dim, cfg.rope_theta)
+    hidden_TD, pool, _ = forward_counting(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
+    return hidden_TD, pool
+
+
+def forward_counting(
+    weights: Weights[Array],
+    inputs: StepInputs,
+    pool: KVPool,
+    cfg: ModelConfig,
+    *,
+    kernels: Kernels = Kernels(),
+    shards: Shards = ONE_DEVICE,
+) -> tuple[Array, KVPool, Array | None]:
+    """As forward, and the load: i32 [L, E] real tokens that each layer sent to each expert; None without experts."""
+    turn = rotation(inputs.position_T, cfg)
+    is_real_T = real_tokens(inputs.meta, inputs.token_T.size) if cfg.num_experts else None
     pages = pool.pages_RKWC.shape[0] // cfg.num_layers
-    layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, kernels=kernels, shards=shards)
+    layer = functools.partial(
+        _layer, cfg=cfg, turn=turn, meta=inputs.meta, is_real_T=is_real_T, kernels=kernels, shards=shards
+    )
     x_TD = _embed(weights.embed_VD, inputs.token_T, shards.tensor)
-    first_row_L = jnp.arange(cfg.num_layers, dtype=jnp.int32) * pages
+    windows = cfg.layer_windows
     if isinstance(weights.layers, LayerWeights):
-        (x_TD, pool), _ = lax.scan(
-            lambda carry, xs: (layer(*carry, *xs), None), (x_TD, pool), (weights.layers, first_row_L)
-        )
+        # Indexed by hand, which is what scanning over them would do: a period of layers as one input would be sliced
+        # twice, through a copy.
+        stacked = weights.layers
+
+        def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
+            loads = []
+            for offset, window in enumerate(windows):
+                index = first + offset
+                w = jax.tree.map(lambda x, i=index: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked)
+                *carry, load_E = layer(*carry, w, index * pages, window=window)
+                loads.append(load_E)
+            return tuple(carry), loads
+
+        firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
+        (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
+        load_LE = jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
     else:
+        loads = []
         for index, w in enumerate(weights.layers):
-            x_TD, pool = layer(x_TD, pool, w, first_row_L[index])
-    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool
+            window = windows[index % len(windows)]
+            x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window)
+            loads.append(load_E)
+        load_LE = jnp.stack(loads) if cfg.num_experts else None
+    return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool, load_LE
 
 
 def _embed(embed_VD: Array, token_T: Array, axis: MeshAxis) -> Array:
@@ -107,7 +144,7 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
 
 
 # Jitted by itself, so that unrolled layers are traced and lowered once per program and not once per layer.
-@functools.partial(jax.jit, static_argnames=("cfg", "kernels", "shards"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kernels", "shards", "window"))
 def _layer(
     x_TD: Array,
     pool: KVPool,
@@ -117,15 +154,16 @@ def _layer(
     cfg: ModelConfig,
     turn: Rotation,
     meta: AttnMeta,
+    is_real_T: Array | None,
     kernels: Kernels,
     shards: Shards,
-) -> tuple[Array, KVPool]:
-    attended_TD, pool = attention(
-        w, cfg, rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps), pool, first_row, turn, meta, kernels
-    )
-    # Each device has its heads' part of the sum over heads, and its part of the feed-forward layer's width.
-    x_TD = x_TD + shards.tensor.sum(attended_TD)
+    window: int | None,
+) -> tuple[Array, KVPool, Array | None]:
+    a_TD = rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps)
+    attended_TD, pool = attention(w, cfg, a_TD, pool, first_row, turn, meta, kernels, window=window)
+    # Each device has its heads' part of the sum over heads; the bias comes once.
+    attended_TD = biased(shards.tensor.sum(attended_TD), w.o_bias_D)
+    x_TD = x_TD + attended_TD
     m_TD = rms_norm(x_TD, w.ffn_norm_D, cfg.rms_norm_eps)
-    gate_TF = project("TD,DF->TF", m_TD, w.gate_DF)
-    up_TF = project("TD,DF->TF", m_TD, w.up_DF)
-    return x_TD + shards.tensor.sum(project("TF,FD->TD", jax.nn.silu(gate_TF) * up_TF, w.down_FD)), pool
+    y_TD, load_E = feed_forward(w, cfg, m_TD, is_real_T, kernels, shards)
+    return x_TD + y_TD, pool, load_E

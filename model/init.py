@@ -24,6 +24,8 @@ def init_weights(cfg: ModelConfig, seed: int, dtype: np.dtype | type = np.float3
     def draw(spec: ParamSpec) -> np.ndarray:
         if spec.init is Init.ONES:
             return np.ones(spec.shape, spec.dtype)
+        if spec.init is Init.ZEROS:
+            return np.zeros(spec.shape, spec.dtype)
         generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(spec.name.encode())]))
         x = generator.standard_normal(spec.shape, np.float32) * np.float32(1 / math.sqrt(spec.num_inputs))
         return x.astype(spec.dtype, copy=False)

@@ -1,7 +1,7 @@
 """Load a model: configuration, weights and content hash, from a GGUF file or a directory of safetensors.
 
-Tensor by tensor: host memory holds the weights and, for each of the few reading threads, one tensor in its stored and
-decoded form.
+Tensor by tensor, and expert by expert where a weight is that of many: host memory holds the weights and, for each of
+the few reading threads, one such piece in its stored and decoded form.
 """
 
 import hashlib
@@ -68,28 +68,32 @@ def load_model(
 
 def _load(config: ModelConfig, source: TensorSource, dtype: np.dtype, progress: Progress | None) -> LoadedModel:
     specs, treedef = jax.tree.flatten(param_specs(config, dtype))
-    stored = [_match(spec, source) for spec in specs]
-    _refuse_extra(config, source, {tensor.name for tensor in stored})
+    stored = [_pieces(spec, source) for spec in specs]
+    _refuse_extra(config, source, {name for spec in specs for name in _names(spec, source.format)})
     interleaved = source.format is FileFormat.GGUF and family_named(config.family).gguf_interleaved_rotary
-    total, done = sum(tensor.num_bytes for tensor in stored), 0
+    sizes = [sum(tensor.num_bytes for tensor in pieces) for pieces in stored]
+    total, done = sum(sizes), 0
     arrays: list[np.ndarray] = []
-    leaves: list[tuple[str, str, tuple[int, ...], str]] = []
+    leaves: set[tuple[str, str, tuple[int, ...], str]] = set()
 
-    def load_one(spec: ParamSpec, tensor: StoredTensor) -> tuple[np.ndarray, str]:
-        raw = read_bytes(tensor)
-        digest = hashlib.sha256(raw.data).hexdigest()
-        values = source.decode(tensor, raw)
-        check_finite(tensor, values)
-        return arrange(spec, values, interleaved_rotary=interleaved), digest
+    def load_one(spec: ParamSpec, pieces: list[StoredTensor]) -> tuple[np.ndarray, list[str]]:
+        out, digests = np.empty(spec.shape, spec.dtype), []
+        for tensor, piece in zip(pieces, out if spec.num_experts is not None else [out], strict=True):
+            raw = read_bytes(tensor)
+            digests.append(hashlib.sha256(raw.data).hexdigest())
+            values = source.decode(tensor, raw)
+            check_finite(tensor, values)
+            arrange(spec, values, piece, interleaved_rotary=interleaved)
+        return out, digests
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        jobs = [pool.submit(load_one, spec, tensor) for spec, tensor in zip(specs, stored, strict=True)]
+        jobs = [pool.submit(load_one, spec, pieces) for spec, pieces in zip(specs, stored, strict=True)]
         try:
-            for tensor, job in zip(stored, jobs, strict=True):
-                array, digest = job.result()
+            for pieces, size, job in zip(stored, sizes, jobs, strict=True):
+                array, digests = job.result()
                 arrays.append(array)
-                leaves.append((tensor.name, tensor.dtype, tensor.shape, digest))
-                done += tensor.num_bytes
+                leaves |= {(t.name, t.dtype, t.shape, d) for t, d in zip(pieces, digests, strict=True)}
+                done += size
                 if progress is not None:
                     progress(done, total)
         except BaseException:
@@ -103,8 +107,21 @@ def _load(config: ModelConfig, source: TensorSource, dtype: np.dtype, progress: 
     )
 
 
-def _match(spec: ParamSpec, source: TensorSource) -> StoredTensor:
-    name = spec.source.of(source.format)
+def _names(spec: ParamSpec, file_format: FileFormat) -> list[str]:
+    """Of the stored tensors that make one weight."""
+    count = (spec.num_experts or 1) if spec.source.is_by_expert else 1
+    return [spec.source.of(file_format, expert) for expert in range(count)]
+
+
+def _pieces(spec: ParamSpec, source: TensorSource) -> list[StoredTensor]:
+    """What is read for one weight: a stored tensor, or one for each expert, cut out of a common one where need be."""
+    tensors = [_find(name, spec, source) for name in _names(spec, source.format)]
+    if spec.num_experts is None or spec.source.is_by_expert:
+        return tensors
+    return [tensors[0].row(expert) for expert in range(spec.num_experts)]
+
+
+def _find(name: str, spec: ParamSpec, source: TensorSource) -> StoredTensor:
     tensor = source.tensors.get(name)
     if tensor is None:
         raise ModelFileError(source.path, f"tensor {name!r} is missing")
@@ -130,22 +147,22 @@ def _refuse_extra(config: ModelConfig, source: TensorSource, used: set[str]) -> 
             raise ModelFileError(tensor.path, f"holds tensor {name!r:.200}, {why}")
 
 
-def arrange(spec: ParamSpec, values: np.ndarray, *, interleaved_rotary: bool) -> np.ndarray:
-    """A stored tensor in the layout and type of its spec, contiguous.
+def arrange(spec: ParamSpec, values: np.ndarray, out: np.ndarray, *, interleaved_rotary: bool) -> None:
+    """Write a stored tensor in the layout and type of its spec.
 
     Args:
-      values: of spec.stored_shape. interleaved_rotary: rows of rotated heads lie in llama.cpp's order, in which the two
-        halves of a head alternate; they are put back into halves.
+      values: as stored, of one expert where the spec has many. out: [spec.piece_shape], of spec.dtype.
+      interleaved_rotary: rows of rotated heads lie in llama.cpp's order, in which the two halves of a head alternate;
+        they are put back into halves.
     Source: the permutation of convert_hf_to_gguf.py in ggml-org/llama.cpp (LlamaModel.permute).
     """
-    if not spec.is_product:
-        return np.ascontiguousarray(values, dtype=spec.dtype)
-    columns = spec.shape[0]
-    out = np.empty(spec.shape, spec.dtype)
+    if spec.is_product and not spec.source.is_inputs_first:
+        values = values.T
+    if spec.source.half is not None:
+        values = values[..., spec.source.half :: 2]
     if spec.is_rotated and spec.head_dim is not None and interleaved_rotary:
         half = spec.head_dim // 2
-        pairs = values.reshape(-1, half, 2, columns)
-        out.reshape(columns, -1, 2, half)[...] = pairs.transpose(3, 0, 2, 1)
+        heads = (*out.shape[:-1], -1)
+        out.reshape(*heads, 2, half)[...] = values.reshape(*heads, half, 2).swapaxes(-1, -2)
     else:
-        out[...] = values.T
-    return out
+        out[...] = values

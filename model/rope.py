@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
+
+from headrace.model.config import ModelConfig
+from headrace.model.rope_scaling import frequencies
 
 
 @struct.dataclass
@@ -15,14 +17,14 @@ class Rotation:
     sin_TH: jax.Array
 
 
-def rotation(position_T: jax.Array, head_dim: int, theta: float) -> Rotation:
-    """Angles position · theta^(-2i/H). Frequencies are rounded once, from float64; angles are float32 like the
+def rotation(position_T: jax.Array, cfg: ModelConfig) -> Rotation:
+    """Angles position · frequency. Frequencies are rounded once, from float64; angles are float32 like the
     reference's (at position 8,191 an angle is off by at most 5e-4)."""
-    frequency_H = (theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)).astype(np.float32)
+    frequency_H, factor = frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     angle_TH = position_T.astype(jnp.float32)[:, None] * frequency_H
     # XLA:CPU fuses cosine and sine into every use and computes them anew per layer and head (5% of a prefill step); it
     # honours no barrier there, but does not fuse through a product.
-    once = jnp.eye(head_dim // 2)
+    once = jnp.eye(cfg.head_dim // 2) * factor
     return Rotation(
         cos_TH=jnp.dot(jnp.cos(angle_TH), once, precision=lax.Precision.HIGHEST),
         sin_TH=jnp.dot(jnp.sin(angle_TH), once, precision=lax.Precision.HIGHEST),

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from headrace.model import mxfp4
 from headrace.model.directory import PICKLE_REFUSAL, PICKLE_SUFFIXES, ModelDirectory, parse_json_object
 from headrace.model.errors import ModelFileError
 from headrace.model.family import FileFormat
@@ -23,7 +24,12 @@ from headrace.model.tensor_source import StoredTensor
 MAX_HEADER_BYTES = 1 << 24
 _MAX_DIMS = 8
 _DTYPES: Mapping[str, np.dtype] = MappingProxyType(
-    {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+    {
+        "F32": np.dtype(np.float32),
+        "F16": np.dtype(np.float16),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+        "U8": np.dtype(np.uint8),
+    }
 )
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -51,9 +57,11 @@ class SafetensorsSource:
             raise ModelFileError(directory.path / pickles[0], PICKLE_REFUSAL)
         else:
             raise ModelFileError(directory.path, f"no weights: neither {_SINGLE} nor {_INDEX}")
-        self.tensors: Mapping[str, StoredTensor] = MappingProxyType(tensors)
+        self.tensors: Mapping[str, StoredTensor] = MappingProxyType(mxfp4.paired(tensors))
 
     def decode(self, tensor: StoredTensor, raw: np.ndarray) -> np.ndarray:
+        if tensor.dtype == mxfp4.DTYPE:
+            return mxfp4.decode(raw, tensor.shape)
         return raw.view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 

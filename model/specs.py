@@ -15,9 +15,10 @@ from headrace.sharding.axes import Axis
 
 
 class Init(StrEnum):
-    """How a weight is drawn at random: all ones, or normal with the standard deviation num_inputs ** -0.5."""
+    """How a weight is drawn at random: ones, zeros, or normal with the standard deviation num_inputs ** -0.5."""
 
     ONES = "ones"
+    ZEROS = "zeros"
     NORMAL = "normal"
 
 
@@ -26,9 +27,10 @@ class ParamSpec:
     """One weight.
 
     name: path in ``Weights``, such as ``layers.3.q_DX``. shape: in the order of the name's letters.
-    is_product: a matrix whose first axis a product contracts. Files store it as [outputs, inputs]: ``stored_shape``.
-      Vectors and the embedding are stored as they are.
-    head_dim: width of the heads that an axis of heads is made of; None for weights without one.
+    is_product: a matrix whose first axis (behind that of experts) a product contracts. Files store it as [outputs,
+      inputs] unless its source says otherwise. Vectors and the embedding are stored as they are.
+    num_experts: the first axis is that of this many experts, whose weights are read one by one; None for other weights.
+    head_dim: width of the heads that an axis of heads is made of (1: one value per head); None for weights without one.
     is_rotated: the heads are rotated by position.
     """
 
@@ -39,6 +41,7 @@ class ParamSpec:
     init: Init
     source: SourceName
     is_product: bool = False
+    num_experts: int | None = None
     head_dim: int | None = None
     is_rotated: bool = False
 
@@ -47,65 +50,98 @@ class ParamSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Of what is read at once: all of it, or one expert's."""
+        return self.shape if self.num_experts is None else self.shape[1:]
+
+    @property
     def num_inputs(self) -> int:
         """Terms of the sum that makes one output: 1 for a vector, D for the embedding used as a head."""
-        return self.shape[0] if self.is_product else math.prod(self.shape[1:])
+        piece = self.piece_shape
+        return piece[0] if self.is_product else math.prod(piece[1:])
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape in a file, rows first (GGUF writes the same in reverse order)."""
-        return self.shape[::-1] if self.is_product else self.shape
+        """Shape of one tensor in a file, rows first (GGUF writes the same in reverse order)."""
+        piece = self.piece_shape
+        if self.source.half is not None:
+            piece = (*piece[:-1], 2 * piece[-1])
+        if self.is_product and not self.source.is_inputs_first:
+            piece = piece[::-1]
+        return piece if self.num_experts is None or self.source.is_by_expert else (self.num_experts, *piece)
+
+
+class _Specs:
+    """Makes specs of one model: axes by letter, sources by family."""
+
+    def __init__(self, cfg: ModelConfig, dtype: np.dtype) -> None:
+        self.cfg, self.dtype, self.family = cfg, dtype, family_named(cfg.family)
+        self.axes = {
+            "V": (cfg.vocab_size, Axis.VOCAB),
+            "D": (cfg.width, Axis.WIDTH),
+            "X": (cfg.num_heads * cfg.head_dim, Axis.HEADS),
+            "Y": (cfg.num_kv_heads * cfg.head_dim, Axis.KV_HEADS),
+            "N": (cfg.num_heads, Axis.HEADS),
+            "H": (cfg.head_dim, Axis.HEAD),
+            "E": (cfg.num_experts, Axis.EXPERTS),
+            "F": (cfg.expert_ffn_width, Axis.EXPERT_FFN) if cfg.num_experts else (cfg.ffn_width, Axis.FFN),
+        }
+
+    def make(self, path: str, source: SourceName, *, init: Init | None = None, is_product: bool = False) -> ParamSpec:
+        letters = path.rsplit("_", 1)[1]
+        axes = [self.axes[letter] for letter in letters]
+        if "router" in path:  # whole everywhere: each device chooses for all tokens
+            axes = [(size, Axis.CHOICES if axis is Axis.EXPERTS else axis) for size, axis in axes]
+        # Vectors cost nothing in float32, nor does a router, whose rounding would swap experts.
+        is_small = len(letters) == 1 or letters == "DE"
+        return ParamSpec(
+            name=path,
+            shape=tuple(size for size, _ in axes),
+            dtype=np.dtype(np.float32) if is_small else self.dtype,
+            logical_axes=tuple(axis for _, axis in axes),
+            init=init or (Init.ONES if len(letters) == 1 else Init.NORMAL),
+            source=source,
+            is_product=is_product,
+            num_experts=self.cfg.num_experts if letters[0] == "E" and len(letters) > 1 else None,
+            head_dim=1 if "N" in letters else self.cfg.head_dim if {"X", "Y"} & set(letters) else None,
+            is_rotated=path.endswith(("q_DX", "k_DY", "q_bias_X", "k_bias_Y")),
+        )
+
+    def top(self, field: str, *, is_product: bool = False) -> ParamSpec:
+        return self.make(field, self.family.top[field], is_product=is_product)
+
+    def layer(self, index: int) -> LayerWeights[ParamSpec]:
+        cfg = self.cfg
+        has_experts = cfg.num_experts > 0
+        norms = ["attn_norm_D", "ffn_norm_D"] + ["q_norm_H", "k_norm_H"] * cfg.qk_norm
+        matrices = ["q_DX", "k_DY", "v_DY", "o_XD"]
+        matrices += ["router_DE", "gate_EDF", "up_EDF", "down_EFD"] if has_experts else ["gate_DF", "up_DF", "down_FD"]
+        biases = ["q_bias_X", "k_bias_Y", "v_bias_Y", "o_bias_D"] * cfg.attention_bias
+        biases += ["sinks_N"] * cfg.has_sinks + ["router_bias_E"] * cfg.has_router_bias
+        biases += ["gate_bias_EF", "up_bias_EF", "down_bias_ED"] * cfg.expert_bias
+
+        def of(field: str, init: Init, is_product: bool = False) -> ParamSpec:
+            source = self.family.layer[field].of_layer(index)
+            return self.make(f"layers.{index}.{field}", source, init=init, is_product=is_product)
+
+        return LayerWeights(
+            **{field: of(field, Init.ONES) for field in norms},
+            **{field: of(field, Init.NORMAL, is_product=True) for field in matrices},
+            **{field: of(field, Init.ZEROS) for field in biases},
+        )
 
 
 def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weights[ParamSpec]:
     """Specs of all weights of a model, in the tree of its ``Weights``.
 
-    dtype: of matrices in memory; vectors (of norms) are float32, which costs nothing. Files may hold other types.
+    dtype: of matrices in memory; vectors and routers are float32. Files may hold other types.
     """
-    family = family_named(cfg.family)
-    of = np.dtype(dtype)
-    D, F, V = (cfg.width, Axis.WIDTH), (cfg.ffn_width, Axis.FFN), (cfg.vocab_size, Axis.VOCAB)
-    X, Y = (cfg.num_heads * cfg.head_dim, Axis.HEADS), (cfg.num_kv_heads * cfg.head_dim, Axis.KV_HEADS)
-
-    def weight(
-        path: str, source: SourceName, *axes: tuple[int, Axis], product: bool = False, rot: bool = False
-    ) -> ParamSpec:
-        shape, names = tuple(size for size, _ in axes), tuple(axis for _, axis in axes)
-        init = Init.ONES if len(axes) == 1 else Init.NORMAL
-        return ParamSpec(
-            name=path,
-            shape=shape,
-            dtype=of if len(axes) > 1 else np.dtype(np.float32),
-            logical_axes=names,
-            init=init,
-            source=source,
-            is_product=product,
-            head_dim=cfg.head_dim if X in axes or Y in axes else None,
-            is_rotated=rot,
-        )
-
-    def layer(i: int) -> LayerWeights[ParamSpec]:
-        def of_layer(field: str, *axes: tuple[int, Axis], rot: bool = False) -> ParamSpec:
-            source = family.layer[field].of_layer(i)
-            return weight(f"layers.{i}.{field}", source, *axes, product=len(axes) == 2, rot=rot)
-
-        return LayerWeights(
-            attn_norm_D=of_layer("attn_norm_D", D),
-            q_DX=of_layer("q_DX", D, X, rot=True),
-            k_DY=of_layer("k_DY", D, Y, rot=True),
-            v_DY=of_layer("v_DY", D, Y),
-            o_XD=of_layer("o_XD", X, D),
-            ffn_norm_D=of_layer("ffn_norm_D", D),
-            gate_DF=of_layer("gate_DF", D, F),
-            up_DF=of_layer("up_DF", D, F),
-            down_FD=of_layer("down_FD", F, D),
-        )
-
+    specs = _Specs(cfg, np.dtype(dtype))
     return Weights(
-        embed_VD=weight("embed_VD", family.top["embed_VD"], V, D),
-        layers=tuple(layer(i) for i in range(cfg.num_layers)),
-        final_norm_D=weight("final_norm_D", family.top["final_norm_D"], D),
-        head_DV=None if cfg.tied_embeddings else weight("head_DV", family.top["head_DV"], D, V, product=True),
+        embed_VD=specs.top("embed_VD"),
+        layers=tuple(specs.layer(i) for i in range(cfg.num_layers)),
+        final_norm_D=specs.top("final_norm_D"),
+        head_DV=None if cfg.tied_embeddings else specs.top("head_DV", is_product=True),
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,10 @@ from headrace.model.family import FileFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor in a file. shape: rows first. dtype: the format's own name. offset, num_bytes: in the file."""
+    """One tensor in a file. shape: rows first. dtype: the format's own name. offset, num_bytes: in the file.
+
+    scales: a second tensor without which the first cannot be read; its bytes follow where the first's are read.
+    """
 
     name: str
     path: Path
@@ -22,6 +25,19 @@ class StoredTensor:
     dtype: str
     offset: int
     num_bytes: int
+    scales: "StoredTensor | None" = None
+
+    def row(self, index: int) -> "StoredTensor":
+        """One entry of the first axis, as a tensor; for formats that store values side by side."""
+        num_bytes = self.num_bytes // self.shape[0]
+        return replace(
+            self,
+            name=f"{self.name}[{index}]",
+            shape=self.shape[1:],
+            offset=self.offset + index * num_bytes,
+            num_bytes=num_bytes,
+            scales=None if self.scales is None else self.scales.row(index),
+        )
 
 
 class TensorSource(Protocol):
@@ -46,6 +62,8 @@ def read_bytes(tensor: StoredTensor) -> np.ndarray:
     Plain reads, not a memory map: a file that shrinks meanwhile gives an error instead of killing the process.
     Raises: ModelFileError.
     """
+    if tensor.scales is not None:
+        return np.concatenate([read_bytes(replace(tensor, scales=None)), read_bytes(tensor.scales)])
     raw = np.empty(tensor.num_bytes, np.uint8)
     view = raw.data
     try:

@@ -79,6 +79,8 @@ def random_weights(cfg: ModelConfig, seed: int) -> Weights[Array]:
     def draw(key: Array, spec: ParamSpec) -> Array:
         if spec.init is Init.ONES:
             return jnp.ones(spec.shape, spec.dtype)
+        if spec.init is Init.ZEROS:
+            return jnp.zeros(spec.shape, spec.dtype)
         return jax.random.normal(key, spec.shape, spec.dtype) * spec.num_inputs**-0.5
 
     leaves, tree = jax.tree.flatten(specs)

@@ -50,6 +50,11 @@ class Shards:
     tensor: MeshAxis = ALONE
     expert: MeshAxis = ALONE
 
+    def sum(self, x: Array) -> Array:
+        """Over both axes at once."""
+        names = tuple(axis.name for axis in (self.expert, self.tensor) if axis.name is not None and axis.size > 1)
+        return lax.psum(x, names) if names else x
+
 
 ONE_DEVICE = Shards()
 

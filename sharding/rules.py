@@ -16,6 +16,8 @@ RULES: Mapping[Axis, str] = MappingProxyType(
         Axis.HEADS: "tensor",
         Axis.KV_HEADS: "tensor",
         Axis.FFN: "tensor",
+        Axis.EXPERTS: "expert",
+        Axis.EXPERT_FFN: "tensor",
     }
 )
 """Axes that are not here are whole on every device."""

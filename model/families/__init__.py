@@ -1,9 +1,13 @@
 """The families that Headrace serves: a new one is a file here and a line below."""
 
+from headrace.model.families.gpt_oss import GPT_OSS
 from headrace.model.families.llama import LLAMA
+from headrace.model.families.mixtral import MIXTRAL
+from headrace.model.families.qwen3 import QWEN3
+from headrace.model.families.qwen3_moe import QWEN3_MOE
 from headrace.model.family import Family
 
-FAMILIES: tuple[Family, ...] = (LLAMA,)
+FAMILIES: tuple[Family, ...] = (GPT_OSS, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE)
 
 
 def family_named(name: str) -> Family:

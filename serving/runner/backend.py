@@ -84,7 +84,10 @@ class Backend:
         """What model code needs to know of the mesh."""
         if self.mesh is None:
             return ONE_DEVICE
-        return Shards(tensor=MeshAxis(name="tensor", size=self.mesh_shape.tensor))
+        sizes = self.mesh_shape
+        return Shards(
+            tensor=MeshAxis(name="tensor", size=sizes.tensor), expert=MeshAxis(name="expert", size=sizes.expert)
+        )
 
     def sharding(self, spec: PartitionSpec | None = None) -> Sharding | None:
         """On the mesh (spec None = whole on every device), or on the device; None = on JAX's default."""
@@ -163,9 +166,9 @@ def find_mesh(first: jax.Device, shape: MeshShape) -> Mesh | None:
     """Devices of the same platform; None for one device. Raises: ConfigError naming --mesh."""
     if shape.num_devices == 1:
         return None
-    for axis in ("data", "stage", "expert"):
+    for axis in ("data", "stage"):
         if shape.sizes[axis] > 1:
-            raise ConfigError(f"--mesh {shape}: axis {axis} is not served yet; tensor is")
+            raise ConfigError(f"--mesh {shape}: axis {axis} is not served yet; tensor and expert are")
     try:
         return make_mesh(shape, jax.devices(first.platform))
     except MeshError as error:

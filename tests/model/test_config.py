@@ -12,6 +12,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.config_files import config_from_gguf, read_config
 from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import GGUFFile
+from headrace.model.rope_scaling import Llama3Scaling, YarnScaling
 from headrace.serving.core.errors import ConfigError
 from tests.model.tiny import SMOLLM2, TINY, hf_config, write_json
 
@@ -21,7 +22,7 @@ from tests.model.tiny import SMOLLM2, TINY, hf_config, write_json
     [
         ("vocab_size", 0), ("vocab_size", 1 << 23), ("num_layers", 0), ("num_layers", 1 << 31), ("width", 1 << 40),
         ("ffn_width", -1), ("num_heads", 0), ("num_kv_heads", 3), ("num_kv_heads", 8), ("head_dim", 15),
-        ("max_context", 0), ("rope_theta", 0.0), ("rope_theta", math.inf), ("rope_theta", math.nan),
+        ("max_context", 0), ("rope_theta", 1.0), ("rope_theta", math.inf), ("rope_theta", math.nan),
         ("rms_norm_eps", 0.0), ("rms_norm_eps", 1.0), ("rms_norm_eps", math.nan), ("bos_id", 96), ("eos_ids", (2, -1)),
     ],
 )  # fmt: skip
@@ -84,6 +85,7 @@ def test_gguf_fields(change: dict[str, object], expected: dict[str, object]) -> 
     ("key", "value", "reason"),
     [
         ("general.architecture", "mamba", "is 'mamba', which is not supported; supported: llama"),
+        ("general.architecture", "qwen3moe", "is 'qwen3moe', which is not supported; supported: llama"),
         ("general.architecture", 7, "is 7, which is not supported"),
         ("general.architecture", None, "is missing"),
         ("general.type", "adapter", "is 'adapter', which is not supported; 'model' is"),
@@ -115,6 +117,13 @@ def test_gguf_fields_that_change_the_result_are_refused(key: str, value: object,
     assert key in caught.value.reason or key.startswith("tokenizer.")
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
+
 def read_changed(directory: Path, change: Mapping[str, object]) -> ModelConfig:
     write_json(directory / "config.json", {**hf_config(TINY), **change})
     return read_config(directory)
@@ -129,6 +138,18 @@ def read_changed(directory: Path, change: Mapping[str, object]) -> ModelConfig:
         ({"rope_theta": None}, {"rope_theta": 10000.0}),
         ({"rope_theta": 500000}, {"rope_theta": 5e5}),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, {"rope_theta": 1e5}),
+        (
+            {"rope_scaling": LLAMA3},
+            {
+                "rope_scaling": Llama3Scaling(
+                    factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0
+                )
+            },
+        ),
+        (
+            {"rope_scaling": YARN},
+            {"rope_scaling": YarnScaling(factor=32.0, original_context=4096, truncate=False)},
+        ),
         ({"rope_scaling": None, "attention_bias": False, "mlp_bias": False}, {}),
         ({"tie_word_embeddings": None}, {"tied_embeddings": False}),
         ({"eos_token_id": 5}, {"eos_ids": (5,)}),
@@ -148,7 +169,7 @@ def test_generation_config_adds_end_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("model_type", "mistral3", "is 'mistral3', which is not supported; supported: llama"),
+        ("model_type", "mistral3", "is 'mistral3', which is not supported; supported: gpt_oss, llama, mixtral"),
         ("model_type", None, "is missing"),
         ("architectures", ["LlamaForSequenceClassification"], "['LlamaForCausalLM'] is supported"),
         ("hidden_size", None, "is missing"),
@@ -160,11 +181,20 @@ def test_generation_config_adds_end_ids(tmp_path: Path) -> None:
         ("mlp_bias", True, "is True, which is not supported"),
         ("partial_rotary_factor", 0.5, "is 0.5, which is not supported"),
         ("rope_interleaved", True, "is True, which is not supported"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling.rope_type is 'llama3'"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "original_max_position_embeddings is missing"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 8.0}, "original_max_position_embeddings is missing"),
+        ("rope_scaling", LLAMA3 | {"factor": 0.5}, "rope_scaling factor is 0.5; it must be from 1 to 65536"),
+        ("rope_scaling", LLAMA3 | {"high_freq_factor": 1.0}, "low_freq_factor 1.0 and high_freq_factor 1.0"),
+        ("rope_scaling", LLAMA3 | {"beta_fast": 32.0}, "rope_scaling.beta_fast (value 32.0) is not known"),
+        ("rope_scaling", YARN | {"mscale": 0.7}, "rope_scaling.mscale (value 0.7) is not known"),
+        ("rope_scaling", YARN | {"beta_slow": 40.0}, "beta_fast 32.0 and beta_slow 40.0"),
+        ("rope_scaling", YARN | {"truncate": 0}, "rope_scaling.truncate is 0; it must be true or false"),
+        ("rope_scaling", YARN | {"attention_factor": 0.0}, "rope_scaling attention_factor is 0.0"),
+        ("rope_scaling", YARN | {"original_max_position_embeddings": 0}, "rope_scaling original_context is 0"),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling.type is 'linear'"),
         ("rope_scaling", {"factor": 2.0}, "rope_scaling.factor (value 2.0) is not known"),
         ("rope_scaling", "linear", "it must be an object"),
-        ("rope_parameters", {"rope_type": "yarn"}, "rope_parameters.rope_type is 'yarn'"),
+        ("rope_parameters", {"rope_type": "longrope"}, "rope_parameters.rope_type is 'longrope'"),
         ("rope_theta", True, "it must be a finite number"),
         ("tie_word_embeddings", 1, "is 1; it must be true or false"),
         ("quantization_config", {"bits": 4}, "quantized safetensors are not supported"),

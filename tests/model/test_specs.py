@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from headrace.model.config import ModelConfig
 from headrace.model.families import FAMILIES, family_named
-from headrace.model.family import Family, FileFormat
+from headrace.model.family import FileFormat
 from headrace.model.init import init_weights
 from headrace.model.shapes import AXIS_LETTERS
 from headrace.model.specs import param_specs, weight_bytes
-from tests.model.tiny import TINY
+from tests.model.tiny import FAMILIES_TINY, GPT_OSS_TINY, MIXTRAL_TINY, TINY
 
 UNTIED = replace(TINY, tied_embeddings=False)
 SIZES = {"V": 96, "D": 64, "F": 96, "X": 4 * 16, "Y": 2 * 16}
@@ -37,13 +38,52 @@ def test_names_are_paths_in_the_tree() -> None:
         assert re.sub(r"\[(\d+)\]", r".\1", jax.tree_util.keystr(path)).lstrip(".") == spec.name
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
-@pytest.mark.parametrize("file_format", FileFormat)
-def test_every_weight_has_a_source_name_of_its_own(family: Family, file_format: FileFormat) -> None:
-    specs = jax.tree.leaves(param_specs(replace(UNTIED, family=family.name)))
-    names = [spec.source.of(file_format) for spec in specs]
+@pytest.mark.parametrize("cfg", [UNTIED, *FAMILIES_TINY], ids=lambda cfg: cfg.family)
+def test_every_weight_has_a_source_name_of_its_own(cfg: ModelConfig) -> None:
+    """Or a half of one that holds two."""
+    specs = jax.tree.leaves(param_specs(cfg))
+    names = [
+        (spec.source.of(FileFormat.HF, expert), spec.source.half)
+        for spec in specs
+        for expert in range((spec.num_experts or 1) if spec.source.is_by_expert else 1)
+    ]
+    assert len(set(names)) == len(names) >= 3 + 9 * TINY.num_layers
+    assert not any("{" in name for name, _ in names)
+
+
+def test_gguf_names() -> None:
+    names = [spec.source.of(FileFormat.GGUF) for spec in jax.tree.leaves(param_specs(UNTIED))]
     assert len(set(names)) == len(names) == 3 + 9 * TINY.num_layers
     assert not any("{" in name for name in names)
+    with pytest.raises(KeyError, match="no name in gguf files"):
+        param_specs(MIXTRAL_TINY).embed_VD.source.of(FileFormat.GGUF)
+
+
+def test_every_family_is_tried_and_every_source_used() -> None:
+    assert {cfg.family for cfg in (TINY, *FAMILIES_TINY)} == {family.name for family in FAMILIES}
+    for cfg in (UNTIED, *FAMILIES_TINY):
+        fields = {spec.name.rsplit(".", 1)[-1] for spec in jax.tree.leaves(param_specs(cfg))}
+        family = family_named(cfg.family)
+        assert fields == family.top.keys() | family.layer.keys()
+
+
+def test_stored_shapes_of_experts() -> None:
+    """As transformers writes them: its records hold the shapes of all tensors (test_families_golden.py)."""
+    mixtral, gpt_oss = param_specs(MIXTRAL_TINY).layers[1], param_specs(GPT_OSS_TINY).layers[1]
+    assert mixtral.gate_EDF.stored_shape == (48, 64) and mixtral.down_EFD.stored_shape == (64, 48)
+    assert mixtral.gate_EDF.source.of(FileFormat.HF, 7) == "model.layers.1.block_sparse_moe.experts.7.w1.weight"
+    assert gpt_oss.gate_EDF.stored_shape == gpt_oss.up_EDF.stored_shape == (8, 64, 96)
+    assert gpt_oss.down_EFD.stored_shape == (8, 48, 64) and gpt_oss.up_bias_EF.stored_shape == (8, 96)
+    assert gpt_oss.router_DE.stored_shape == (8, 64) and gpt_oss.sinks_N.stored_shape == (4,)
+    assert (gpt_oss.sinks_N.head_dim, gpt_oss.q_bias_X.head_dim, gpt_oss.q_DX.head_dim) == (1, 16, 16)
+
+
+def test_axes_of_experts() -> None:
+    layer = param_specs(GPT_OSS_TINY, np.float16).layers[0]
+    assert layer.gate_EDF.logical_axes == ("experts", "width", "expert_ffn") and layer.gate_EDF.num_inputs == 64
+    assert layer.down_EFD.logical_axes == ("experts", "expert_ffn", "width") and layer.down_EFD.num_inputs == 48
+    assert layer.down_bias_ED.logical_axes == ("experts", "width") and layer.sinks_N.logical_axes == ("heads",)
+    assert layer.router_DE.dtype == np.float32 and layer.gate_EDF.dtype == np.float16
 
 
 def test_stored_shapes_are_outputs_by_inputs() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import gguf
 import jax
@@ -12,6 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from headrace.model.config import ModelConfig
+from headrace.model.rope_scaling import YarnScaling
+from headrace.model.router import Gate, Router, RouterBias, RouterScore
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
 
@@ -47,6 +50,26 @@ TINY = ModelConfig(
     bos_id=1,
     eos_ids=(2,),
 )
+_EXPERTS: Mapping[str, Any] = MappingProxyType(
+    {"ffn_width": 0, "num_experts": 8, "experts_per_token": 2, "expert_ffn_width": 48, "tied_embeddings": False}
+)
+MIXTRAL_TINY = replace(TINY, family="mixtral", router=Router(renormalize=True), **_EXPERTS)
+QWEN3_TINY = replace(TINY, family="qwen3", qk_norm=True, tied_embeddings=False)
+QWEN3_MOE_TINY = replace(TINY, family="qwen3_moe", qk_norm=True, router=Router(), **_EXPERTS)
+GPT_OSS_TINY = replace(
+    TINY,
+    family="gpt_oss",
+    rope_scaling=YarnScaling(factor=4.0, original_context=32, truncate=False),
+    router=Router(score=RouterScore.SOFTMAX_CHOSEN, bias=RouterBias.LOGITS),
+    expert_bias=True,
+    gate=Gate(alpha=1.702, limit=7.0, up_offset=1.0),
+    attention_bias=True,
+    has_sinks=True,
+    sliding_window=8,
+    window_pattern=(True, False),
+    **_EXPERTS,
+)
+FAMILIES_TINY = (MIXTRAL_TINY, QWEN3_TINY, QWEN3_MOE_TINY, GPT_OSS_TINY)
 # A few kilobytes, for tests that write it out thousands of times.
 SMALLEST = replace(TINY, num_layers=1, vocab_size=8, width=32, ffn_width=32, num_heads=2, num_kv_heads=1)
 
