@@ -53,6 +53,7 @@ def experts(
     kernels: Kernels,
     first_expert: Array | int = 0,
     is_real_T: Array | None = None,
+    layer: Array | int | None = None,
 ) -> tuple[Array, Array]:
     """The weighed sum of each token's experts.
 
@@ -60,7 +61,7 @@ def experts(
       w: of one layer; it may hold a range of the experts only, from first_expert on, as many as gate_EDF has. Other
         experts give zeros, so that ranges sum to the whole.
       expert_TA, weight_TA: see route. is_real_T: False marks padding, which gets zeros and costs no product; None is
-        all real.
+        all real. layer: the three matrices are those of all layers, [L, E, ...], and this is the one meant.
     Returns: (float32 [T, D], i32 [E] tokens of every expert of the model, in this range or not).
     """
     T, A = expert_TA.shape
@@ -69,12 +70,13 @@ def experts(
     load_E = expert_load(expert_M, cfg.num_experts)
     local_M = expert_M[order_M] - first_expert
     assert w.gate_EDF is not None and w.up_EDF is not None and w.down_EFD is not None
-    num_local = w.gate_EDF.shape[0]
+    num_local = w.gate_EDF.shape[-3]
     is_local_M1 = ((local_M >= 0) & (local_M < num_local))[:, None]
     index_M = jnp.clip(local_M, 0, num_local - 1)
 
     def product(x_MK: Array, weight: Array, bias: Array | None) -> Array:
-        y = api.grouped_matmul(x_MK.astype(weight.dtype), weight, load_E, group_offset=first_expert, kernels=kernels)
+        x_MK = x_MK.astype(weight.dtype)
+        y = api.grouped_matmul(x_MK, weight, load_E, group_offset=first_expert, layer=layer, kernels=kernels)
         return y if bias is None else y + jnp.where(is_local_M1, bias[index_M].astype(jnp.float32), 0)
 
     x_MD = x_TD[order_M // A]
