@@ -7,6 +7,7 @@ place.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from headrace.pallas_kernels.kv_quantization import is_quantized
 from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool
 
 Array = jax.Array
+Layer = Callable[..., tuple[Array, KVPool, Array | None]]
+"""``_layer``, with all bound that is the same in each."""
 
 
 @struct.dataclass
@@ -86,33 +89,10 @@ def forward_counting(
     """As forward, and the load: i32 [L, E] real tokens that each layer sent to each expert; None without experts."""
     turn = rotation(inputs.position_T, cfg)
     is_real_T = real_tokens(inputs.meta, inputs.token_T.size) if cfg.num_experts else None
-    pages = pool.pages_RKWC.shape[0] // cfg.num_layers
     layer = functools.partial(_layer, cfg=cfg, turn=turn, meta=inputs.meta, is_real_T=is_real_T, kernels=kernels)
     x_TD = weights.embed_VD.at[inputs.token_T].get(mode="promise_in_bounds").astype(jnp.float32)
-    windows = cfg.layer_windows
-    if isinstance(weights.layers, LayerWeights):
-        # Not inputs of the scan, which would slice them all, whole periods at a time.
-        stacked = weights.layers
-
-        def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
-            loads = []
-            for offset, window in enumerate(windows):
-                index = first + offset
-                w = _layer_at(stacked, index)
-                *carry, load_E = layer(*carry, w, index * pages, window=window, expert_layer=index)
-                loads.append(load_E)
-            return tuple(carry), loads
-
-        firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
-        (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
-        load_LE = jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
-    else:
-        loads = []
-        for index, w in enumerate(weights.layers):
-            window = windows[index % len(windows)]
-            x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window, expert_layer=None)
-            loads.append(load_E)
-        load_LE = jnp.stack(loads) if cfg.num_experts else None
+    run_layers = _scanned if isinstance(weights.layers, LayerWeights) else _unrolled
+    x_TD, pool, load_LE = run_layers(layer, weights.layers, x_TD, pool, cfg)
     return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool, load_LE
 
 
@@ -126,6 +106,42 @@ def logits(weights: Weights[Array], hidden_TD: Array) -> Array:
 def stack_layers(weights: Weights[Array]) -> Weights[Array]:
     """The same weights with layers stacked on a new first axis, for scanning."""
     return weights.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights.layers))
+
+
+def _unrolled(
+    layer: Layer, layers: tuple[LayerWeights[Array], ...], x_TD: Array, pool: KVPool, cfg: ModelConfig
+) -> tuple[Array, KVPool, Array | None]:
+    pages, windows, loads = _pages(pool, cfg), cfg.layer_windows, []
+    for index, w in enumerate(layers):
+        window = windows[index % len(windows)]
+        x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window, expert_layer=None)
+        loads.append(load_E)
+    return x_TD, pool, jnp.stack(loads) if cfg.num_experts else None
+
+
+def _scanned(
+    layer: Layer, layers: LayerWeights[Array], x_TD: Array, pool: KVPool, cfg: ModelConfig
+) -> tuple[Array, KVPool, Array | None]:
+    """A period of windows in each iteration, which picks its layers itself: see _layer_at."""
+    pages, windows = _pages(pool, cfg), cfg.layer_windows
+
+    def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
+        loads = []
+        for offset, window in enumerate(windows):
+            index = first + offset
+            w = _layer_at(layers, index)
+            *carry, load_E = layer(*carry, w, index * pages, window=window, expert_layer=index)
+            loads.append(load_E)
+        return tuple(carry), loads
+
+    firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
+    (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
+    return x_TD, pool, jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
+
+
+def _pages(pool: KVPool, cfg: ModelConfig) -> int:
+    """Of one layer."""
+    return pool.pages_RKWC.shape[0] // cfg.num_layers
 
 
 def _layer_at(stacked: LayerWeights[Array], index: Array) -> LayerWeights[Array]:
