@@ -21,6 +21,15 @@ _MAX_FFN_WIDTH = 1 << 20
 _MAX_EXPERTS = 1 << 12
 
 
+def check_limit(field: str, value: int) -> None:
+    """Of one field of ModelConfig, for who reads a file and makes something as large as the value before there is one.
+
+    Raises: ConfigError.
+    """
+    if not 1 <= value <= _LIMITS[field]:
+        raise ConfigError(f"{field} is {value}; it must be from 1 to {_LIMITS[field]}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Architecture of one model; hashable, so that it can be a static argument of jit.
@@ -69,10 +78,8 @@ class ModelConfig:
     window_pattern: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
-        for field, limit in _LIMITS.items():
-            value = getattr(self, field)
-            if not 1 <= value <= limit:
-                raise ConfigError(f"{field} is {value}; it must be from 1 to {limit}")
+        for field in _LIMITS:
+            check_limit(field, getattr(self, field))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
         if self.head_dim % 2:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.model.config import ModelConfig
+from headrace.model.config import ModelConfig, check_limit
 from headrace.model.config_keys import ConfigKeys
 from headrace.model.directory import PICKLE_REFUSAL, PICKLE_SUFFIXES, ModelDirectory
 from headrace.model.errors import ModelFileError
@@ -160,6 +160,7 @@ def config_from_directory(directory: ModelDirectory) -> ModelConfig:
         raise keys.fail(key, "is missing")
     num_layers = keys.integer("num_hidden_layers")
     try:
+        check_limit("num_layers", num_layers)
         options = family.hf_options(keys, num_layers)
     except ConfigError as error:
         raise ModelFileError(path, str(error)) from None

@@ -7,6 +7,7 @@ place.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool
 from headrace.sharding.collectives import ONE_DEVICE, MeshAxis, Shards, VocabularyShard
 
 Array = jax.Array
+Layer = Callable[..., tuple[Array, KVPool, Array | None]]
+"""``_layer``, with all bound that is the same in each."""
 
 
 @struct.dataclass
@@ -90,36 +93,12 @@ def forward_counting(
     """As forward, and the load: i32 [L, E] real tokens that each layer sent to each expert; None without experts."""
     turn = rotation(inputs.position_T, cfg)
     is_real_T = real_tokens(inputs.meta, inputs.token_T.size) if cfg.num_experts else None
-    pages = pool.pages_RKWC.shape[0] // cfg.num_layers
     layer = functools.partial(
         _layer, cfg=cfg, turn=turn, meta=inputs.meta, is_real_T=is_real_T, kernels=kernels, shards=shards
     )
     x_TD = _embed(weights.embed_VD, inputs.token_T, shards.tensor)
-    windows = cfg.layer_windows
-    if isinstance(weights.layers, LayerWeights):
-        # Indexed by hand, which is what scanning over them would do: a period of layers as one input would be sliced
-        # twice, through a copy.
-        stacked = weights.layers
-
-        def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
-            loads = []
-            for offset, window in enumerate(windows):
-                index = first + offset
-                w = jax.tree.map(lambda x, i=index: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stacked)
-                *carry, load_E = layer(*carry, w, index * pages, window=window)
-                loads.append(load_E)
-            return tuple(carry), loads
-
-        firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
-        (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
-        load_LE = jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
-    else:
-        loads = []
-        for index, w in enumerate(weights.layers):
-            window = windows[index % len(windows)]
-            x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window)
-            loads.append(load_E)
-        load_LE = jnp.stack(loads) if cfg.num_experts else None
+    run_layers = _scanned if isinstance(weights.layers, LayerWeights) else _unrolled
+    x_TD, pool, load_LE = run_layers(layer, weights.layers, x_TD, pool, cfg)
     return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool, load_LE
 
 
@@ -143,6 +122,51 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
     return weights.replace(layers=jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights.layers))
 
 
+def _unrolled(
+    layer: Layer, layers: tuple[LayerWeights[Array], ...], x_TD: Array, pool: KVPool, cfg: ModelConfig
+) -> tuple[Array, KVPool, Array | None]:
+    pages, windows, loads = _pages(pool, cfg), cfg.layer_windows, []
+    for index, w in enumerate(layers):
+        window = windows[index % len(windows)]
+        x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window, expert_layer=None)
+        loads.append(load_E)
+    return x_TD, pool, jnp.stack(loads) if cfg.num_experts else None
+
+
+def _scanned(
+    layer: Layer, layers: LayerWeights[Array], x_TD: Array, pool: KVPool, cfg: ModelConfig
+) -> tuple[Array, KVPool, Array | None]:
+    """A period of windows in each iteration, which picks its layers itself: see _layer_at."""
+    pages, windows = _pages(pool, cfg), cfg.layer_windows
+
+    def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
+        loads = []
+        for offset, window in enumerate(windows):
+            index = first + offset
+            w = _layer_at(layers, index)
+            *carry, load_E = layer(*carry, w, index * pages, window=window, expert_layer=index)
+            loads.append(load_E)
+        return tuple(carry), loads
+
+    firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
+    (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
+    return x_TD, pool, jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
+
+
+def _pages(pool: KVPool, cfg: ModelConfig) -> int:
+    """Of one layer."""
+    return pool.pages_RKWC.shape[0] // cfg.num_layers
+
+
+def _layer_at(stacked: LayerWeights[Array], index: Array) -> LayerWeights[Array]:
+    """One layer's weights. Experts' matrices stay those of all layers: kernels read them in place, while a slice of
+    them would be a copy (2.7 GB in each step of gpt-oss-20b, by the TPU compiler's own account)."""
+    matrices = {"gate_EDF": stacked.gate_EDF, "up_EDF": stacked.up_EDF, "down_EFD": stacked.down_EFD}
+    others = stacked.replace(**dict.fromkeys(matrices))
+    sliced = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), others)
+    return sliced.replace(**matrices)
+
+
 # Jitted by itself, so that unrolled layers are traced and lowered once per program and not once per layer.
 @functools.partial(jax.jit, static_argnames=("cfg", "kernels", "shards", "window"))
 def _layer(
@@ -158,6 +182,7 @@ def _layer(
     kernels: Kernels,
     shards: Shards,
     window: int | None,
+    expert_layer: Array | None,
 ) -> tuple[Array, KVPool, Array | None]:
     a_TD = rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps)
     attended_TD, pool = attention(w, cfg, a_TD, pool, first_row, turn, meta, kernels, window=window)
@@ -165,5 +190,5 @@ def _layer(
     attended_TD = biased(shards.tensor.sum(attended_TD), w.o_bias_D)
     x_TD = x_TD + attended_TD
     m_TD = rms_norm(x_TD, w.ffn_norm_D, cfg.rms_norm_eps)
-    y_TD, load_E = feed_forward(w, cfg, m_TD, is_real_T, kernels, shards)
+    y_TD, load_E = feed_forward(w, cfg, m_TD, is_real_T, kernels, shards, layer=expert_layer)
     return x_TD + y_TD, pool, load_E

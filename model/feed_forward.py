@@ -19,8 +19,11 @@ def feed_forward(
     is_real_T: Array | None,
     kernels: Kernels,
     shards: Shards = ONE_DEVICE,
+    *,
+    layer: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """x_TD is normalized. is_real_T: of experts, see moe.experts. shards: how w is cut; all devices have all tokens.
+    """x_TD is normalized. is_real_T, layer: of experts, see moe.experts. shards: how w is cut; all devices have all
+    tokens.
 
     Returns: (float32 [T, D], i32 [E] tokens of each expert; None without experts), the same on every device.
     """
@@ -34,9 +37,10 @@ def feed_forward(
             expert_TA,
             weight_TA,
             kernels=kernels,
-            first_expert=shards.expert.index * w.gate_EDF.shape[0],
+            first_expert=shards.expert.index * w.gate_EDF.shape[-3],
             adds_bias=shards.tensor.index == 0,
             is_real_T=is_real_T,
+            layer=layer,
         )
         return shards.sum(part_TD), load_E
     assert w.gate_DF is not None and w.up_DF is not None and w.down_FD is not None

@@ -54,6 +54,7 @@ def experts(
     first_expert: Array | int = 0,
     adds_bias: Array | bool = True,
     is_real_T: Array | None = None,
+    layer: Array | int | None = None,
 ) -> tuple[Array, Array]:
     """The weighed sum of each token's experts.
 
@@ -62,12 +63,12 @@ def experts(
         part of their width. What is elsewhere gives zeros, so that parts sum to the whole, if down_bias_ED is added by
         one part of the width: adds_bias.
       expert_TA, weight_TA: see route. is_real_T: False marks padding, which gets zeros and costs no product; None is
-        all real.
+        all real. layer: the three matrices are those of all layers, [L, E, ...], and this is the one meant.
     Returns: (float32 [T, D], i32 [E] tokens of every expert of the model, in this range or not).
     """
     T, A = expert_TA.shape
     assert w.gate_EDF is not None and w.up_EDF is not None and w.down_EFD is not None
-    num_local = w.gate_EDF.shape[0]
+    num_local = w.gate_EDF.shape[-3]
     expert_M = _without_padding(expert_TA, cfg, is_real_T).reshape(-1)
     order_M = jnp.argsort(expert_M, stable=True)
     load_E = expert_load(expert_M, cfg.num_experts)
@@ -76,7 +77,8 @@ def experts(
     index_M = jnp.clip(local_M, 0, num_local - 1)
 
     def product(x_MK: Array, weight: Array, bias: Array | None) -> Array:
-        y = api.grouped_matmul(x_MK.astype(weight.dtype), weight, load_E, group_offset=first_expert, kernels=kernels)
+        x_MK = x_MK.astype(weight.dtype)
+        y = api.grouped_matmul(x_MK, weight, load_E, group_offset=first_expert, layer=layer, kernels=kernels)
         return y if bias is None else y + jnp.where(is_local_M1, bias[index_M].astype(jnp.float32), 0)
 
     x_MD = x_TD[order_M // A]

@@ -97,6 +97,7 @@ def grouped_matmul(
     group_sizes_G: jax.Array,
     *,
     group_offset: jax.Array | int = 0,
+    layer: jax.Array | int | None = None,
     kernels: Kernels,
 ) -> jax.Array:
     """Each row times the weight of its expert; rows are sorted by expert.
@@ -106,11 +107,13 @@ def grouped_matmul(
       weight: [E, K, N], or GroupQuant of such values; experts group_offset .. group_offset + E of all G.
       group_sizes_G: i32, rows of every expert of the model, in order; their sum is at most M.
       group_offset: first expert of this shard.
+      layer: the weight is [L, E, K, N], and this is the layer whose experts are meant. They are read where they are: to
+        slice a layer out for a kernel copies all of its experts.
     Returns: float32 [M, N]; zeros in rows of experts elsewhere, and behind the last group.
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=3)
-    return _kernel("grouped_matmul", kernels)(x_MK, weight, group_sizes_G, group_offset, kernels)
+    _check_weight(x_MK, weight, rank=3 if layer is None else 4)
+    return _kernel("grouped_matmul", kernels)(x_MK, weight, group_sizes_G, group_offset, kernels, layer)
 
 
 def top_cut(

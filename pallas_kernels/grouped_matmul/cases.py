@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -132,6 +133,17 @@ def make_inputs(case: GroupedCase, seed: int) -> GroupedInputs:
         group = case.contraction if case.group is None else case.group
         weight = random_quant(w, case.bits, group, affine=False, scale_dtype=case.x_dtype)
     return GroupedInputs(x_MK=x, weight=weight, group_sizes_G=sizes, group_offset=case.group_offset)
+
+
+def in_a_stack(inputs: GroupedInputs, layer: int, layers: int) -> np.ndarray | GroupQuant:
+    """The weight as one layer of many; the others hold NaN, or the largest integers."""
+
+    def stacked(array: np.ndarray) -> np.ndarray:
+        rest = np.full_like(array, 127 if array.dtype == np.int8 else np.nan)
+        return np.stack([array if index == layer else rest for index in range(layers)])
+
+    of_layers: np.ndarray | GroupQuant = jax.tree.map(stacked, inputs.weight)
+    return of_layers
 
 
 def expected(inputs: GroupedInputs) -> np.ndarray:

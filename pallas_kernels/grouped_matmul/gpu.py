@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from headrace.pallas_kernels import block_sizes
-from headrace.pallas_kernels.grouped_matmul.visits import Visits, make_visits
+from headrace.pallas_kernels.grouped_matmul.visits import Visits, experts_in_place, make_visits
 from headrace.pallas_kernels.quant_matmul import gpu_product
 from headrace.pallas_kernels.types import GroupQuant, Kernels
 
@@ -56,12 +56,14 @@ def grouped_matmul(
     group_sizes_G: Array,
     group_offset: Array | int,
     kernels: Kernels,
+    layer: Array | int | None = None,
 ) -> Array:
     """See ``headrace.pallas_kernels.api.grouped_matmul``."""
+    weight, experts, first_index = experts_in_place(weight, layer)
     rows, contraction = x_MK.shape
     quant = weight if isinstance(weight, GroupQuant) else None
     values = weight if quant is None else quant.values_KN
-    experts, _, columns = values.shape
+    columns = values.shape[2]
     gpu_product.check_size(values)
     group = contraction if quant is None else quant.group
     blocks = block_sizes.pick(
@@ -73,7 +75,7 @@ def grouped_matmul(
     )
     tile = blocks.rows, gpu_product.columns_block(columns, values.dtype, blocks.columns)
     depth = gpu_product.depth_block(group, blocks.depth)
-    visits = make_visits(group_sizes_G, group_offset, experts, rows, tile[0])
+    visits = make_visits(group_sizes_G, group_offset, experts, rows, tile[0], first_index)
     padded = pl.cdiv(rows, tile[0]) * tile[0]
     of_columns = jax.tree.map(lambda leaf: pl.BlockSpec((*leaf.shape[:2], tile[1]), lambda j, v: (0, 0, j)), weight)
     whole = jax.tree.map(lambda leaf: pl.BlockSpec(leaf.shape, lambda j, v, rank=leaf.ndim: (0,) * rank), visits)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from headrace.pallas_kernels.grouped_matmul.visits import make_visits
+from headrace.pallas_kernels.grouped_matmul.visits import experts_in_place, make_visits
 from headrace.pallas_kernels.quant_matmul.reference import quant_matmul
 from headrace.pallas_kernels.types import GroupQuant, Kernels
 
@@ -23,12 +23,14 @@ def grouped_matmul(
     group_sizes_G: jax.Array,
     group_offset: jax.Array | int,
     kernels: Kernels,
+    layer: jax.Array | int | None = None,
 ) -> jax.Array:
     """See ``headrace.pallas_kernels.api.grouped_matmul``."""
     rows = x_MK.shape[0]
-    experts, _, columns = jax.tree.leaves(weight)[0].shape
+    weight, experts, first_index = experts_in_place(weight, layer)
+    columns = jax.tree.leaves(weight)[0].shape[2]
     tile = min(TILE_ROWS, rows)
-    visits = make_visits(group_sizes_G, group_offset, experts, rows, tile)
+    visits = make_visits(group_sizes_G, group_offset, experts, rows, tile, first_index)
     x_MK = jnp.pad(x_MK, ((0, -rows % tile), (0, 0))).astype(jnp.float32)
 
     def visit(v: jax.Array, out_MN: jax.Array) -> jax.Array:

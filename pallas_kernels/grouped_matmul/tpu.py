@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from headrace.pallas_kernels.block_sizes import pick
 from headrace.pallas_kernels.chips import MIB
-from headrace.pallas_kernels.grouped_matmul.visits import Visits, make_visits
+from headrace.pallas_kernels.grouped_matmul.visits import Visits, experts_in_place, make_visits
 from headrace.pallas_kernels.quant_matmul.tpu import LANES, precision_of, vmem_limit, wide_columns
 from headrace.pallas_kernels.types import GroupQuant, Kernels, UnsupportedCase
 
@@ -53,18 +53,20 @@ def grouped_matmul(
     group_sizes_G: jax.Array,
     group_offset: jax.Array | int,
     kernels: Kernels,
+    layer: jax.Array | int | None = None,
 ) -> jax.Array:
     """See ``headrace.pallas_kernels.api.grouped_matmul``.
 
     Raises: UnsupportedCase: a quantized weight other than int8 with one scale per column, or blocks beyond VMEM.
     """
+    weight, experts, first_index = experts_in_place(weight, layer)
     w_EKN, scale_E1N = _values_and_scale(weight)
     rows, contraction = x_MK.shape
-    experts, _, columns = w_EKN.shape
+    columns = w_EKN.shape[2]
     blocks = block_sizes(rows, w_EKN, group_sizes_G.shape[0], x_MK.dtype, kernels)
     padding = -rows % blocks.rows if rows < blocks.rows else 0
     x_MK = jnp.pad(x_MK, ((0, padding), (0, 0)))
-    visits = make_visits(group_sizes_G, group_offset, experts, x_MK.shape[0], blocks.rows)
+    visits = make_visits(group_sizes_G, group_offset, experts, x_MK.shape[0], blocks.rows, first_index)
     by_expert = functools.partial(pl.BlockSpec, index_map=lambda n, v, of: (of.expert_V[v], 0, n))
     in_specs = [
         pl.BlockSpec((blocks.rows, contraction), lambda n, v, of: (of.tile_V[v], 0)),

@@ -6,6 +6,8 @@ is visited at least once. For those visits the expert named is that of a neighbo
 anyway.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -16,7 +18,7 @@ from jax import lax
 class Visits:
     """i32 [V] each, but count: i32 [1], how many are real; those behind repeat the last one and have no rows.
 
-    tile_V: tile of rows. expert_V: index in the shard. first_V, last_V: rows first .. last - 1 of the flat batch are
+    tile_V: tile of rows. expert_V: index in the weight. first_V, last_V: rows first .. last - 1 of the flat batch are
     of this expert (equal: none, the visit only gives zeros). is_new_V: 1 at a tile's first visit.
     """
 
@@ -28,6 +30,17 @@ class Visits:
     is_new_V: jax.Array
 
 
+def experts_in_place(weight: Any, layer: jax.Array | int | None) -> tuple[Any, int, jax.Array | int]:
+    """(weight [E', K, N], experts of the shard, index of its first one): of one layer, or of all layers end to end.
+
+    weight: as ``api.grouped_matmul`` has it.
+    """
+    experts = jax.tree.leaves(weight)[0].shape[-3]
+    if layer is None:
+        return weight, experts, 0
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), weight), experts, layer * experts
+
+
 def max_visits(num_rows: int, num_experts: int, tile_rows: int) -> int:
     """Every tile once, and once more for each border between groups (of which two are not the shard's) inside one."""
     tiles = -(-num_rows // tile_rows)
@@ -35,9 +48,15 @@ def max_visits(num_rows: int, num_experts: int, tile_rows: int) -> int:
 
 
 def make_visits(
-    group_sizes_G: jax.Array, group_offset: jax.Array | int, num_experts: int, num_rows: int, tile_rows: int
+    group_sizes_G: jax.Array,
+    group_offset: jax.Array | int,
+    num_experts: int,
+    num_rows: int,
+    tile_rows: int,
+    first_index: jax.Array | int = 0,
 ) -> Visits:
-    """Args: as grouped_matmul. num_experts: of the shard. tile_rows: rows of a tile; the last tile may be partial."""
+    """Args: as grouped_matmul. num_experts: of the shard. tile_rows: rows of a tile; the last tile may be partial.
+    first_index: of the shard's experts in the weight."""
     end_G = jnp.cumsum(group_sizes_G, dtype=jnp.int32)
     end_E = lax.dynamic_slice_in_dim(end_G, group_offset, num_experts)
     size_E = lax.dynamic_slice_in_dim(group_sizes_G.astype(jnp.int32), group_offset, num_experts)
@@ -62,7 +81,7 @@ def make_visits(
     return Visits(
         count=count[None],
         tile_V=tile_V,
-        expert_V=jnp.clip(group_V - 1, lowest, jnp.maximum(lowest, highest)),
+        expert_V=first_index + jnp.clip(group_V - 1, lowest, jnp.maximum(lowest, highest)),
         first_V=jnp.where(is_real_V, start_X[group_V], 0),
         last_V=jnp.where(is_real_V, end_X[group_V], 0),
         is_new_V=jnp.concatenate([jnp.ones(1, jnp.int32), (tile_V[1:] != tile_V[:-1]).astype(jnp.int32)]),

@@ -141,6 +141,8 @@ def test_other_values(tmp_path: Path, family: str, change: dict[str, Any], expec
         ("qwen3", "use_sliding_window", True, "is True, which is not supported; False is"),
         ("qwen3", "layer_types", ["sliding_attention"] * 64, "which is not supported; 'full_attention'"),
         ("qwen3", "head_dim", ..., "is missing"),
+        ("qwen3", "num_hidden_layers", 10**15, "num_layers is 1000000000000000; it must be from 1 to 1024"),
+        ("gpt_oss", "num_hidden_layers", 10**15 + 1, "num_layers is 1000000000000001; it must be from 1 to 1024"),
         ("qwen3", "num_experts", 8, "(value 8) is not known to this version"),
         ("qwen3_moe", "decoder_sparse_step", 2, "is 2, which is not supported; 1 is"),
         ("qwen3_moe", "mlp_only_layers", [3], "is [3], which is not supported; [] is"),

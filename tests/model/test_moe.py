@@ -1,6 +1,9 @@
 """Layers of experts: choices against numpy, sorted dispatch against every expert computed, ranges against the whole."""
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,8 +181,8 @@ def test_the_gate_of_gpt_oss() -> None:
     )
 
 
-@pytest.mark.parametrize("cfg", [QWEN3_MOE_TINY, GPT_OSS_TINY], ids=lambda cfg: cfg.family)
-def test_a_step_counts_its_real_tokens_in_each_layer(cfg: ModelConfig) -> None:
+def test_a_step_counts_its_real_tokens_in_each_layer() -> None:
+    cfg = GPT_OSS_TINY
     weights = jax.device_put(init_weights(cfg, 3))
     ids = tuple(range(3, 40))
     inputs, _ = batch([None, Segment(ids, 0, 1, pages(2))], [Segment(ids, 0, 13, pages(2, 24)[12:])], blocks=4)
@@ -190,10 +193,35 @@ def test_a_step_counts_its_real_tokens_in_each_layer(cfg: ModelConfig) -> None:
     assert load_LE.shape == (2, 8) and load_LE.sum(axis=1).tolist() == [28, 28]
     *_, stacked_LE = forward_counting(stack_layers(weights), inputs, new_pool(cfg), cfg)
     assert np.array_equal(stacked_LE, load_LE)
-    assert forward_counting(jax.device_put(init_weights(TINY, 3)), inputs, new_pool(TINY), TINY)[2] is None
+    assert (
+        jax.eval_shape(functools.partial(forward_counting, cfg=TINY), init_weights(TINY, 3), inputs, new_pool(TINY))[2]
+        is None
+    )
 
 
-@pytest.mark.parametrize("cfg", FAMILIES_TINY, ids=lambda cfg: cfg.family)
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Of a program and everything inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)
+
+
+@pytest.mark.parametrize("cfg", [QWEN3_MOE_TINY, GPT_OSS_TINY], ids=lambda cfg: cfg.family)
+def test_scanned_layers_never_cut_out_the_experts_of_a_layer(cfg: ModelConfig) -> None:
+    """A kernel's operand that is a slice is a copy: every expert of every layer in each step."""
+    inputs, _ = batch([Segment(tuple(range(3, 40)), 0, 1, pages(2))], [], blocks=0)
+    weights = jax.eval_shape(stack_layers, init_weights(cfg, 3))
+    program = jax.make_jaxpr(functools.partial(forward_counting, cfg=cfg))(weights, inputs, new_pool(cfg))
+    slices = [e for e in equations(program.jaxpr) if e.primitive.name in ("slice", "dynamic_slice", "gather")]
+    one_layer = cfg.num_experts * cfg.width * cfg.expert_ffn_width
+    assert len(slices) > 10 and max(variable.aval.size for e in slices for variable in e.outvars) < one_layer
+
+
+@pytest.mark.parametrize("cfg", [QWEN3_MOE_TINY, GPT_OSS_TINY], ids=lambda cfg: cfg.family)
 def test_a_row_gets_the_same_bits_whatever_runs_beside_it(cfg: ModelConfig) -> None:
     weights, ids, own = jax.device_put(init_weights(cfg, 7)), tuple(range(5, 45)), pages(5)
     free = pages(5, 60)[12:]

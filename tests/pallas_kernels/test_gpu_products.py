@@ -80,6 +80,15 @@ class TestGrouped:
         assert relative_error(out, right) < tolerance(case.x_dtype)
         np.testing.assert_array_equal(np.asarray(out)[~right.any(axis=1)], 0)
 
+    @pytest.mark.parametrize("name", ["tiny, last shard, padding", "tiny, shard without rows", "tiny, int8"])
+    def test_a_layer_of_a_stack_gives_the_same_bits(self, name: str) -> None:
+        inputs = grouped.make_inputs(next(case for case in grouped.TINY_CASES if case.name == name), seed=5)
+        run = jax.jit(functools.partial(api.grouped_matmul, kernels=GPU), compiler_options=FAST_COMPILE)
+        alone = run(inputs.x_MK, inputs.weight, inputs.group_sizes_G, group_offset=inputs.group_offset)
+        weight = grouped.in_a_stack(inputs, 1, layers=3)
+        out = run(inputs.x_MK, weight, inputs.group_sizes_G, group_offset=inputs.group_offset, layer=1)
+        np.testing.assert_array_equal(out, alone)
+
     def test_tiles_of_many_rows(self) -> None:
         case = next(case for case in grouped.TINY_CASES if "borders inside tiles" in case.name)
         inputs = grouped.make_inputs(case, seed=6)

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from headrace.pallas_kernels import api
-from headrace.pallas_kernels.grouped_matmul.cases import TINY_CASES, GroupedCase, GroupedInputs, expected, make_inputs
+from headrace.pallas_kernels.grouped_matmul.cases import (
+    TINY_CASES,
+    GroupedCase,
+    GroupedInputs,
+    expected,
+    in_a_stack,
+    make_inputs,
+)
 from headrace.pallas_kernels.grouped_matmul.tpu import GroupedBlocks, heuristic
 from headrace.pallas_kernels.grouped_matmul.visits import make_visits, max_visits
 from headrace.pallas_kernels.tolerances import relative_error, tolerance
@@ -22,6 +29,9 @@ def multiply(inputs: GroupedInputs, kernels: Kernels) -> np.ndarray:
     out = run(inputs.x_MK, inputs.weight, inputs.group_sizes_G, group_offset=inputs.group_offset)
     assert out.dtype == jnp.float32
     return np.asarray(out)
+
+
+IN_STACKS = ("tiny, last shard, padding", "tiny, shard without rows", "tiny, int8", "tiny, no rows at all")
 
 
 def rows_elsewhere(case: GroupedCase, inputs: GroupedInputs) -> np.ndarray:
@@ -104,6 +114,28 @@ class TestVisits:
         np.testing.assert_array_equal(visits.expert_V[:3], [1, 3, 6])
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("name", IN_STACKS)
+def test_a_layer_of_a_stack_gives_the_same_bits(name: str, layer: int) -> None:
+    inputs = make_inputs(next(case for case in TINY_CASES if case.name == name), seed=5)
+    run = jax.jit(functools.partial(api.grouped_matmul, kernels=REFERENCE))
+    out = run(
+        inputs.x_MK,
+        in_a_stack(inputs, layer, layers=3),
+        inputs.group_sizes_G,
+        group_offset=inputs.group_offset,
+        layer=layer,
+    )
+    np.testing.assert_array_equal(out, multiply(inputs, REFERENCE))
+
+
+def test_a_stack_without_a_layer_and_a_layer_without_a_stack_are_refused() -> None:
+    inputs = make_inputs(TINY_CASES[0], seed=5)
+    for weight, layer in ((inputs.weight, 0), (inputs.weight[None], None)):
+        with pytest.raises(UnsupportedCase, match="does not fit inputs"):
+            api.grouped_matmul(inputs.x_MK, weight, inputs.group_sizes_G, layer=layer, kernels=REFERENCE)
+
+
 class TestTpu:
     def kernels(self, *blocks: GroupedBlocks) -> Kernels:
         parameters = interpreter.parameters()
@@ -158,6 +190,15 @@ class TestTpu:
         program = jax.make_jaxpr(functools.partial(api.grouped_matmul, kernels=self.kernels()))(*arguments)
         (call,) = [equation for equation in program.eqns if equation.primitive.name == "pallas_call"]
         assert call.params["grid_mapping"].num_dynamic_grid_bounds == 1
+
+    @pytest.mark.parametrize("name", IN_STACKS)
+    def test_a_layer_of_a_stack_gives_the_same_bits(self, name: str) -> None:
+        inputs = make_inputs(next(case for case in TINY_CASES if case.name == name), seed=5)
+        run = jax.jit(functools.partial(api.grouped_matmul, kernels=self.kernels()))
+        weight = in_a_stack(inputs, 1, layers=3)
+        arguments = inputs.x_MK, weight, inputs.group_sizes_G
+        out = interpreter.run_without_race(run, *arguments, group_offset=inputs.group_offset, layer=jnp.int32(1))
+        np.testing.assert_array_equal(out, self.run(inputs, self.kernels()))
 
     @pytest.mark.parametrize("change", [{"group": 32}, {"bits": 4}], ids=str)
     def test_other_weights_are_refused(self, change: dict[str, int]) -> None:

@@ -1,0 +1,45 @@
+"""Models with experts, windows and sinks through the runner: the oracle's ids, with nothing compiled after READY."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from headrace.model import oracle
+from headrace.model.config import ModelConfig
+from headrace.model.init import init_weights
+from headrace.model.load import LoadedModel
+from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.runner import JaxRunner
+from tests.model.tiny import GPT_OSS_TINY, QWEN3_MOE_TINY
+from tests.serving.runner.plans import CONFIG, ids_of, prompt, request, serve
+
+SMALL = replace(CONFIG, num_pages=60, decode_rows=(4,), prefill_tokens=(16,))
+PROMPTS = tuple(prompt(n, length) for n, length in ((1, 1), (2, 9), (3, 16), (4, 33)))
+
+
+def model(cfg: ModelConfig) -> LoadedModel:
+    """Random, biases and sinks included."""
+    rng = np.random.default_rng(8)
+    weights = jax.tree.map(
+        lambda x: x if x.any() else rng.standard_normal(x.shape).astype(x.dtype), init_weights(cfg, 3)
+    )
+    return LoadedModel(config=cfg, weights=weights, model_hash="")
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("cfg", [QWEN3_MOE_TINY, GPT_OSS_TINY], ids=lambda cfg: cfg.family)
+def test_greedy_ids_are_the_oracles(cfg: ModelConfig, scan: bool) -> None:
+    loaded = model(cfg)
+    runner = JaxRunner(loaded, SMALL, backend=Backend(scan_layers=scan))
+    runner.warm_up(lambda *_: None)
+    runner.poison_pages(range(1, SMALL.num_pages))
+    events = serve(runner, SMALL, [request(n, ids, max_tokens=6) for n, ids in enumerate(PROMPTS)])
+    runner.close()
+    for number, ids in enumerate(PROMPTS):
+        found = ids_of(events[number])
+        assert len(found) == 6
+        whole = [*ids, *found]
+        logits_SV = np.asarray(oracle.logits_SV(loaded.weights, cfg, [*whole, *[0] * (64 - len(whole))]))
+        assert logits_SV[len(ids) - 1 : len(whole) - 1].argmax(axis=-1).tolist() == found
