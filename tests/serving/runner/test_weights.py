@@ -17,7 +17,7 @@ from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.sampling_state import initial_state
 from headrace.serving.runner.weights import arranged, laid_out, place, shapes_of
-from tests.model.tiny import TINY
+from tests.model.tiny import GPT_OSS_TINY, TINY
 from tests.serving.runner.plans import CONFIG
 
 CPU = jax.devices("cpu")[0]
@@ -51,6 +51,16 @@ def test_a_tpu7x_reads_bfloat16_in_tiles_of_16_rows() -> None:
     assert tree.layers.attn_norm_D.format.layout is None  # float32
     tree = laid_out(shapes(np.float32), CHIPS["tpu7x"], SHARDING)
     assert tree.embed_VD.format.layout.tiling is None and tree.layers.q_DX.format.layout is None
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_experts_lie_in_xlas_own_tiles_which_their_kernel_takes(scan: bool) -> None:
+    tree = laid_out(
+        arranged(shapes_of(init_weights(GPT_OSS_TINY, 1, jnp.bfloat16)), scan=scan), CHIPS["tpu7x"], SHARDING
+    )
+    layer = tree.layers if scan else tree.layers[1]
+    assert all(x.format.layout is None for x in (layer.gate_EDF, layer.up_EDF, layer.down_EFD))
+    assert layer.q_DX.format.layout.tiling == ((16, 128), (2, 1))
 
 
 @pytest.mark.parametrize("scan", [False, True])
