@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import partitions, repeated_heads
@@ -18,6 +19,8 @@ from headrace.serving.runner.backend import Backend
 
 DEFAULT_TILE_ROWS = 8
 LANES = 128
+READ_BY_KERNELS = frozenset({"gate_EDF", "up_EDF", "down_EFD"})
+"""Fields of LayerWeights that no product of XLA reads."""
 
 
 def shapes_of(tree: Any) -> Any:
@@ -44,26 +47,37 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
 
 
 def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:
-    """Shapes with the layout that steps read them in, where it is not XLA's default.
-
-    A step whose weights lie otherwise copies them each time. By default XLA:TPU makes that axis the minor one which
-    needs less padding, and tiles by 8 rows. But the embedding is read by rows (57 MB were copied in each step of
-    SmolLM2), and a TPU7x reads bfloat16 in tiles of 16 rows (14 GB were, for Llama-3.1-8B).
-    """
+    """Shapes with the layout that steps read them in, where it is not XLA's default: see layout_of."""
     if chip is None or chip.implementation is not Implementation.TPU:
         return shapes
-    rows = chip.bfloat16_tile_rows
 
-    def formatted(x: jax.ShapeDtypeStruct, *, is_table: bool = False) -> jax.ShapeDtypeStruct:
-        is_tiled = x.dtype == jnp.bfloat16 and rows != DEFAULT_TILE_ROWS
-        if len(x.shape) == 1 or not (is_table or is_tiled):
-            return x
-        tiling = ((rows, LANES), (2, 1)) if is_tiled else None
-        layout = Layout(tuple(range(len(x.shape))), tiling)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Format(layout, x.sharding))
+    def formatted(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        name = next(key.name for key in reversed(path) if isinstance(key, GetAttrKey))
+        layout = layout_of(name, x, chip)
+        return x if layout is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Format(layout, x.sharding))
 
-    others: Weights[Any] = jax.tree.map(formatted, shapes)
-    return others.replace(embed_VD=formatted(shapes.embed_VD, is_table=True))
+    found: Weights[Any] = tree_map_with_path(formatted, shapes)
+    return found
+
+
+def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
+    """Of a field of the weights, of one layer or stacked, on a TPU; None is XLA's default, which makes that axis the
+    minor one which needs less padding, and tiles by 8 rows.
+
+    A step whose weights lie otherwise copies them each time. The embedding is read by rows (57 MB were copied in each
+    step of SmolLM2). Projections to heads are read by columns on v5p and TPU7x (42 MB per layer of Llama-3.1-8B), and in
+    any order elsewhere. A TPU7x reads bfloat16 in tiles of 16 rows (14 GB), except for experts, whose kernel takes tiles
+    of 8 on every chip (19 GB for 12 layers of gpt-oss-20b).
+    """
+    letters = name.rsplit("_", 1)[1]
+    rows = chip.bfloat16_tile_rows if x.dtype == jnp.bfloat16 else DEFAULT_TILE_ROWS
+    is_by_columns = name in ("q_DX", "k_DY", "v_DY")
+    is_default = rows == DEFAULT_TILE_ROWS and not is_by_columns and name != "embed_VD"
+    if len(letters) == 1 or letters[0] == "E" or is_default:
+        return None
+    last = len(x.shape) - 1
+    order = (*range(last - 1), last, last - 1) if is_by_columns else tuple(range(last + 1))
+    return Layout(order, None if rows == DEFAULT_TILE_ROWS else ((rows, LANES), (2, 1)))
 
 
 def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> Weights[jax.Array]:

@@ -18,10 +18,10 @@ from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, s
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
-from headrace.serving.runner.weights import laid_out, place, weight_shapes
+from headrace.serving.runner.weights import laid_out, layout_of, place, weight_shapes
 from headrace.sharding.mesh import make_mesh
 from headrace.sharding.mesh_shape import MeshShape
-from tests.model.tiny import TINY
+from tests.model.tiny import GPT_OSS_TINY, TINY
 from tests.serving.runner.plans import CONFIG
 
 CPU = jax.devices("cpu")[0]
@@ -37,21 +37,33 @@ def test_only_a_tpu_asks_for_layouts(chip: Chip | None) -> None:
     assert laid_out(tree, chip) is tree
 
 
-def test_the_embedding_is_read_by_rows() -> None:
-    tree = laid_out(shapes(jnp.bfloat16), CHIPS["v5e"])
-    assert tree.embed_VD.format.layout.major_to_minor == (0, 1)
-    assert tree.embed_VD.format.layout.tiling is None
-    assert all(x.format.layout is None for x in jax.tree.leaves(tree.replace(embed_VD=None)))
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_the_embedding_is_read_by_rows_and_projections_by_columns(chip: str) -> None:
+    tree = laid_out(shapes(jnp.bfloat16), CHIPS[chip])
+    assert tree.embed_VD.format.layout == Layout((0, 1))
+    for x in (tree.layers.q_DX, tree.layers.k_DY, tree.layers.v_DY):
+        assert x.format.layout == Layout((0, 2, 1))
+    assert {x.format.layout for x in (tree.layers.o_XD, tree.layers.gate_DF, tree.layers.attn_norm_D)} == {None}
+    one_layer = weight_shapes(TINY, Backend(device=CPU)).layers[0].q_DX
+    assert layout_of("q_DX", one_layer, CHIPS[chip]) == Layout((1, 0))
 
 
 def test_a_tpu7x_reads_bfloat16_in_tiles_of_16_rows() -> None:
+    tiles = ((16, 128), (2, 1))
     tree = laid_out(shapes(jnp.bfloat16), CHIPS["tpu7x"])
-    for x in (tree.embed_VD, tree.layers.q_DX, tree.layers.down_FD):
-        assert x.format.layout.tiling == ((16, 128), (2, 1))
-        assert x.format.layout.major_to_minor == tuple(range(x.ndim))
-    assert tree.final_norm_D.format.layout is None
+    assert tree.embed_VD.format.layout == Layout((0, 1), tiles)
+    assert tree.layers.q_DX.format.layout == Layout((0, 2, 1), tiles)
+    assert tree.layers.down_FD.format.layout == Layout((0, 1, 2), tiles)
+    assert tree.final_norm_D.format.layout is None and tree.layers.attn_norm_D.format.layout is None
     tree = laid_out(shapes(np.float32), CHIPS["tpu7x"])
-    assert tree.embed_VD.format.layout.tiling is None and tree.layers.q_DX.format.layout is None
+    assert tree.embed_VD.format.layout == Layout((0, 1)) and tree.layers.down_FD.format.layout is None
+
+
+def test_experts_lie_in_xlas_own_tiles_which_their_kernel_takes() -> None:
+    backend = Backend(device=CPU, dtype=np.dtype(jnp.bfloat16), scan_layers=True)
+    layers = laid_out(weight_shapes(GPT_OSS_TINY, backend), CHIPS["tpu7x"]).layers
+    assert {x.format.layout for x in (layers.gate_EDF, layers.down_EFD, layers.gate_bias_EF)} == {None}
+    assert layers.o_XD.format.layout == Layout((0, 1, 2), ((16, 128), (2, 1)))
 
 
 @pytest.mark.parametrize("scan", [False, True])
