@@ -65,9 +65,9 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
     minor one which needs less padding, and tiles by 8 rows.
 
     A step whose weights lie otherwise copies them each time. The embedding is read by rows (57 MB were copied in each
-    step of SmolLM2). Projections to heads are read by columns on v5p and TPU7x (42 MB per layer of Llama-3.1-8B), and in
-    any order elsewhere. A TPU7x reads bfloat16 in tiles of 16 rows (14 GB), except for experts, whose kernel takes tiles
-    of 8 on every chip (19 GB for 12 layers of gpt-oss-20b).
+    step of SmolLM2). Projections to heads are read by columns on v5p and TPU7x (50 MB per layer of Llama-3.1-8B), and
+    in any order elsewhere. A TPU7x reads bfloat16 in tiles of 16 rows (14 GB), except for experts, whose kernel takes
+    tiles of 8 on every chip (19 GB for 12 layers of gpt-oss-20b).
     """
     letters = name.rsplit("_", 1)[1]
     rows = chip.bfloat16_tile_rows if x.dtype == jnp.bfloat16 else DEFAULT_TILE_ROWS

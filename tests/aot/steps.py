@@ -38,7 +38,7 @@ PAGE_TOKENS = {"bfloat16": 64, "int8": 128}
 LEAST_WEIGHT = 500_000
 """Elements: an activation may have as many as a smaller weight by chance."""
 SLICED = {"tpu7x": "q_DX"}
-"""On TPU7x XLA writes the slice of a layer's q to HBM, of Llama-3.1-8B: 33 MB, 8% of a layer, once more there and back."""
+"""On TPU7x XLA writes the slice of a layer's q to HBM instead of VMEM: of Llama-3.1-8B 33 MB, 8% of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
