@@ -21,14 +21,18 @@ from headrace.serving.runner.programs import program_name, step_program
 from headrace.serving.runner.weights import weight_shapes
 from scripts.device_steps import LLAMA_8B_2_LAYERS
 from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built, size_bytes
+from tests.model.test_family_configs import GPT_OSS_20B, QWEN3_30B_A3B
 from tests.model.tiny import SMOLLM2
 
 MODELS = {
     "smollm2-135m": SMOLLM2,
     "llama-3.1-8b": replace(LLAMA_8B_2_LAYERS, num_layers=32, vocab_size=128_256, max_context=131_072),
 }
-FITTING_LAYERS = {("v5e", "llama-3.1-8b"): 20}
-"""All 32 layers in bfloat16 are 16.1 GB, as much as a v5e has; they are scanned, so that the program is the same."""
+EXPERTS = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
+"""Compiled for v6e."""
+FITTING_LAYERS = {("v5e", "llama-3.1-8b"): 20, ("v6e", "qwen3-30b-a3b"): 20, ("v6e", "gpt-oss-20b"): 16}
+"""All 32 layers of Llama-3.1-8B in bfloat16 are 16.1 GB, as much as a v5e has, and all of the models with experts 61
+and 42 GB, twice and 1.3 times a v6e; layers are scanned, so that the program is the same."""
 SLOTS = 16
 """XLA takes longer over the sampler than over all else, and the longer the more rows it has: 40 s of CPU time for 64
 rows of SmolLM2's vocabulary, 12 s for 16."""
@@ -50,7 +54,7 @@ class WholeStep:
 
     @property
     def config(self) -> ModelConfig:
-        cfg = MODELS[self.model]
+        cfg = (MODELS | EXPERTS)[self.model]
         return replace(cfg, num_layers=FITTING_LAYERS.get((self.chip, self.model), cfg.num_layers))
 
     @property
@@ -60,13 +64,18 @@ class WholeStep:
 
 
 def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
-    """Both models, decode and mixed; 8-bit pages with the larger one, on one chip: a step takes a minute to compile."""
+    """Both models, decode and mixed; 8-bit pages with the larger one, and models with experts, on one chip: a step
+    takes up to two minutes to compile."""
     for chip in chips:
         for model in MODELS:
             for kind in ProgramKind:
                 yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="bfloat16")
                 if chip == "v6e" and model.startswith("llama"):
                     yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="int8")
+    if "v6e" in chips:
+        for model in EXPERTS:
+            for kind in ProgramKind:
+                yield WholeStep(chip="v6e", model=model, kind=kind, kv_dtype="bfloat16")
 
 
 def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
@@ -112,7 +121,7 @@ def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
 
 
 def large_weights(cfg: ModelConfig, chip: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-    specs = jax.tree.leaves(param_specs(cfg, jnp.bfloat16))
+    specs = [spec for spec in jax.tree.leaves(param_specs(cfg, jnp.bfloat16)) if spec.dtype == jnp.bfloat16]
     sliced = {spec.shape for spec in specs if spec.name.endswith(SLICED.get(chip, "none"))}
     shapes = {spec.shape for spec in specs if math.prod(spec.shape) >= LEAST_WEIGHT} - sliced
     found = {(shape, specs[0].dtype) for shape in shapes}
