@@ -18,8 +18,10 @@ def config_on_mesh(cfg: ModelConfig, mesh: MeshShape) -> ModelConfig:
     """The configuration that pages and programs are made for: with more parts than key heads, each key head counts once
     for every device that holds it.
 
-    Raises: MeshError naming the tensor that does not divide.
+    Raises: MeshError naming the tensor that does not divide, or the axis that would cut nothing.
     """
+    if mesh.expert > 1 and not cfg.num_experts:
+        raise MeshError(f"mesh axis expert is {mesh.expert}, and this model has no experts to cut")
     heads = replicated_kv_heads(cfg.num_kv_heads, mesh.tensor)
     if cfg.num_heads % heads:
         raise MeshError(f"q_DX: {cfg.num_heads} query heads do not divide into {mesh.tensor} parts (mesh axis tensor)")

@@ -35,15 +35,14 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
     backend = choose_backend(device, wishes, mesh)
     resolved = resolve(options, _config_on(config, shape), backend.kv_format)
     use_compile_cache(options.compile_cache)
-    limit_bytes = limit_of(devices) if _needs_limit(options, device) else None
+    if _needs_limit(options, device):
+        progress("measuring the largest program", 0, 1)
+        resolved = _in_memory(options, config, resolved, backend, limit_of(devices))
+    elif platform_of(device) != "cpu" and (free := free_bytes(devices)) is not None:
+        check_pages(config, resolved.scheduler, backend, limit_bytes=free)
     model = load_model(
         options.model, dtype=backend.dtype, progress=lambda done, total: progress("loading weights", done, total)
     )
-    if limit_bytes is not None:
-        progress("measuring the largest program", 0, 1)
-        resolved = _in_memory(options, config, resolved, backend, limit_bytes)
-    elif platform_of(device) != "cpu" and (free := free_bytes(devices)) is not None:
-        check_pages(config, resolved.scheduler, backend, limit_bytes=free)
     kernels = backend.kernels
     return BuiltEngine(
         runner=JaxRunner(model, resolved.scheduler, backend=backend),

@@ -59,8 +59,8 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """device: None = JAX's default; of a mesh, its first. mesh: None = one device.
-    dtype: of weights, and of activations in products. kv_dtype: of pages.
+    """device: None = JAX's default; of a mesh, its first. mesh: None = one device. dtype: of weights, and of what
+    products read. kv_dtype: of pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU and XLA:GPU copy the
     slices of stacked weights (on an H100 three times the traffic of a decode step), so layers are unrolled there; 32 of

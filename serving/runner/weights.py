@@ -19,8 +19,6 @@ from headrace.serving.runner.backend import Backend
 
 DEFAULT_TILE_ROWS = 8
 LANES = 128
-READ_BY_KERNELS = frozenset({"gate_EDF", "up_EDF", "down_EFD"})
-"""Fields of LayerWeights that no product of XLA reads."""
 
 
 def shapes_of(tree: Any) -> Any:

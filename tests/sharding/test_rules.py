@@ -12,7 +12,7 @@ from headrace.sharding.axes import Axis
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape
 from headrace.sharding.rules import RULES, partition, replicated_kv_heads
-from tests.model.tiny import SMOLLM2, TINY
+from tests.model.tiny import GPT_OSS_TINY, MIXTRAL_TINY, SMOLLM2, TINY
 
 
 def test_smollm2_over_three_devices() -> None:
@@ -52,3 +52,24 @@ def test_key_heads_that_cannot_be_shared_out_are_refused_by_name() -> None:
         replicated_kv_heads(3, 4)
     with pytest.raises(MeshError, match="q_DX: 6 query heads do not divide into 4 parts"):
         config_on_mesh(replace(TINY, num_heads=6, num_kv_heads=2), MeshShape(tensor=4))
+
+
+def test_an_axis_that_would_cut_nothing_is_refused() -> None:
+    with pytest.raises(MeshError, match="axis expert is 2, and this model has no experts"):
+        config_on_mesh(TINY, MeshShape(expert=2))
+    assert config_on_mesh(MIXTRAL_TINY, MeshShape(expert=2)) == MIXTRAL_TINY
+    with pytest.raises(
+        MeshError, match=r"layers\.0\.gate_EDF of shape .*: its axis experts .8. does not divide into 3"
+    ):
+        config_on_mesh(MIXTRAL_TINY, MeshShape(expert=3))
+
+
+def test_experts_are_cut_over_two_axes_and_routers_are_whole() -> None:
+    layer = partitions(GPT_OSS_TINY, MeshShape(expert=2, tensor=2)).layers[0]
+    assert layer.gate_EDF == layer.up_EDF == PartitionSpec("expert", None, "tensor")
+    assert layer.down_EFD == PartitionSpec("expert", "tensor", None)
+    assert layer.gate_bias_EF == PartitionSpec("expert", "tensor") and layer.down_bias_ED == PartitionSpec(
+        "expert", None
+    )
+    assert layer.router_DE == PartitionSpec(None, None) and layer.router_bias_E == PartitionSpec(None)
+    assert layer.sinks_N == layer.q_bias_X == PartitionSpec("tensor") and layer.o_bias_D == PartitionSpec(None)
