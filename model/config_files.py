@@ -143,13 +143,13 @@ def config_from_gguf(gguf: GGUFFile) -> ModelConfig:
     return config
 
 
-def config_from_directory(directory: ModelDirectory) -> ModelConfig:
-    """Configuration from config.json, with the end ids of generation_config.json where it has some.
+def config_from_directory(directory: ModelDirectory, name: str = "config.json") -> ModelConfig:
+    """Configuration from config.json, or a file like it, with the end ids of generation_config.json where it has some.
 
     Raises: ModelFileError.
     """
-    values = directory.read_json("config.json")
-    path = directory.path / "config.json"
+    values = directory.read_json(name)
+    path = directory.path / name
     family = _family(path, "model_type", values.get("model_type"), {f.hf_model_type: f for f in FAMILIES})
     # A key without a value takes its default, as in transformers.
     keys = ConfigKeys(path, {key: value for key, value in values.items() if value is not None})

@@ -304,6 +304,42 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
     return run_generate(wanted, options, parameters, as_json=as_json, console=Console(stderr=True))
 
 
+@commands.command(cls=SectionCommand)
+@click.argument("model_source", metavar="MODEL")
+@compute("--topology", required=True, help="Slice of TPUs to compile for, such as v5e:4x4, v5p:2x2x1 or v6e:2x2.")
+@compute("--mesh", "meshes", multiple=True, help="As for serve, such as tensor=4; may be given several times.")
+@compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
+@compute("--kv-dtype", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
+@memory("--context", type=int, default=8192, help="Most tokens of a request.")
+@memory("--max-streams", type=int, default=64, help="Requests that generate at the same time.")
+@memory("--chunk-tokens", type=int, default=512, help="Most prompt tokens of one step.")
+@memory("--memory-fraction", type=click.FloatRange(0, 1, min_open=True), default=0.9, help="Share of HBM to use.")
+@memory("--workload", default="1024:256", metavar="IN:OUT", help="Tokens of a prompt and of its answer.")
+@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def plan(model_source: str, topology: str, meshes: tuple[str, ...], workload: str, as_json: bool, **flags: Any) -> int:
+    """Say whether MODEL fits on a slice of TPUs and what bounds it, without the TPUs.
+
+    MODEL is a published name (llama-3.1-8b, llama-3.1-70b, qwen3-32b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b,
+    gpt-oss-120b), a .gguf file or a directory with a config.json; weights are not needed. The programs that would be
+    served are compiled by the TPU's own compiler, which comes with the tpu extra of this package.
+    """
+    from headrace.serving.app.plan_command import PlanRequest, run_plan
+
+    wanted = PlanRequest(
+        model=model_source, topology=topology, meshes=meshes or ("tensor=1",), workload=workload, as_json=as_json
+    )
+    options = EngineOptions(
+        model=model_source,
+        dtype=flags["dtype"],
+        kv_dtype=flags["kv_dtype"],
+        context=flags["context"],
+        num_slots=flags["max_streams"],
+        chunk_tokens=flags["chunk_tokens"],
+        memory_fraction=flags["memory_fraction"],
+    )
+    return run_plan(wanted, options, Console(stderr=True))
+
+
 def _standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode()

@@ -5,6 +5,7 @@ what to do; nothing else is taken in its place.
 """
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -162,15 +163,18 @@ def find_device(wanted: str, *, min_cpus: int = 1) -> jax.Device:
         ) from error
 
 
-def find_mesh(first: jax.Device, shape: MeshShape) -> Mesh | None:
-    """Devices of the same platform; None for one device. Raises: ConfigError naming --mesh."""
+def find_mesh(first: jax.Device, shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """A mesh of some devices, None = all of the first one's platform; None for one device.
+
+    Raises: ConfigError naming --mesh.
+    """
     if shape.num_devices == 1:
         return None
     for axis in ("data", "stage"):
         if shape.sizes[axis] > 1:
             raise ConfigError(f"--mesh {shape}: axis {axis} is not served yet; tensor and expert are")
     try:
-        return make_mesh(shape, jax.devices(first.platform))
+        return make_mesh(shape, jax.devices(first.platform) if devices is None else devices)
     except MeshError as error:
         raise ConfigError(f"--mesh: {error}") from error
 
