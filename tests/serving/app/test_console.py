@@ -45,14 +45,19 @@ def test_what_is_known_before_the_engine_has_a_device() -> None:
     options = ServeOptions(model_name="small", model_path=Path("m.gguf"), engine=engine)
     text = printed(print_configuration, options, SMOLLM2)
     assert "this machine alone; no keys; origins: the server's own; http" in text
-    assert "--device auto --attention auto --dtype bfloat16 --kv-dtype auto; what they come to is printed when" in text
+    assert (
+        "--device auto --mesh tensor=1 --attention auto --dtype bfloat16 --kv-dtype auto; what they come to is" in text
+    )
     assert "up to 8 streams and 256 prompt tokens a step; prefix cache on" in text
     assert "KV per token" not in text and "pages" not in text  # they follow from the device
 
 
 def test_memory_arithmetic() -> None:
     text = printed(print_ledger, SMOLLM2, READY)
-    assert "device cpu:cpu attention reference kernels types weights and products float32, KV float32" in text
+    assert (
+        "device cpu:cpu, mesh tensor=1 attention reference kernels types weights and products float32, KV float32"
+        in text
+    )
     assert "2 × 30 layers × 3 heads × 64 × 4 bytes = 46,080 bytes" in text
     assert "1,024 pages × 16 tokens = 16,384 tokens, 756 MB" in text  # 1,025 pages of 737,280 bytes
     assert "2.0 streams of the whole context (8,192 tokens), or 8 streams of 2,048 tokens each" in text
