@@ -28,8 +28,16 @@ def model(cfg: ModelConfig) -> LoadedModel:
     return LoadedModel(config=cfg, weights=weights, model_hash="")
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("cfg", [QWEN3_MOE_TINY, GPT_OSS_TINY], ids=lambda cfg: cfg.family)
+@pytest.mark.parametrize(
+    ("cfg", "scan"),
+    [
+        pytest.param(QWEN3_MOE_TINY, False, marks=pytest.mark.slow),
+        (QWEN3_MOE_TINY, True),
+        (GPT_OSS_TINY, False),
+        pytest.param(GPT_OSS_TINY, True, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "family", value),
+)
 def test_greedy_ids_are_the_oracles(cfg: ModelConfig, scan: bool) -> None:
     loaded = model(cfg)
     runner = JaxRunner(loaded, SMALL, backend=Backend(scan_layers=scan))

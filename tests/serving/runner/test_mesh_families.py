@@ -43,8 +43,8 @@ def model_of(name: str, folder: Path) -> LoadedModel:
     ("name", "mesh", "scan"),
     [
         ("mixtral", "expert=4", False),
-        ("qwen3_moe", "expert=2,tensor=2", True),
-        ("gpt_oss", "expert=4", True),
+        pytest.param("qwen3_moe", "expert=2,tensor=2", True, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "expert=4", True, marks=pytest.mark.slow),
         ("gpt_oss", "expert=2,tensor=2", False),
     ],
 )

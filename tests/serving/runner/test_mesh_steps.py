@@ -53,11 +53,11 @@ class Case:
 
 CASES = (
     Case(NINE, "tensor=3"),
-    Case(NINE, "tensor=3", scan=True),
-    Case(WIDE, "tensor=2"),
-    Case(WIDE, "tensor=4"),
+    pytest.param(Case(NINE, "tensor=3", scan=True), marks=pytest.mark.slow),
+    pytest.param(Case(WIDE, "tensor=2"), marks=pytest.mark.slow),
+    pytest.param(Case(WIDE, "tensor=4"), marks=pytest.mark.slow),
+    pytest.param(Case(replace(WIDE, tied_embeddings=False), "tensor=4", scan=True), marks=pytest.mark.slow),
     Case(WIDE, "tensor=8"),
-    Case(replace(WIDE, tied_embeddings=False), "tensor=4", scan=True),
 )
 
 
@@ -125,7 +125,7 @@ def collectives(cfg: ModelConfig, mesh: str, *, scan: bool, bucket: int) -> dict
 
 
 @pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("bucket", [0, -1])
+@pytest.mark.parametrize("bucket", [pytest.param(0, marks=pytest.mark.slow), -1])
 def test_devices_exchange_what_is_in_the_table_and_nothing_else(scan: bool, bucket: int) -> None:
     tokens, rows = ((4, 4), (4 + 16, 4 + 2))[bucket]
     of_model = 1 + 2 * (1 if scan else NINE.num_layers)  # the embedding; attention and feed-forward of each layer
