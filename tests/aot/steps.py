@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from headrace.model.config import ModelConfig
+from headrace.model.published.configurations import published_config
 from headrace.model.specs import param_specs
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import Implementation, Kernels, KVPool
@@ -21,14 +22,13 @@ from headrace.serving.runner.programs import program_name, step_program
 from headrace.serving.runner.weights import weight_shapes
 from scripts.device_steps import LLAMA_8B_2_LAYERS
 from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built, size_bytes
-from tests.model.test_family_configs import GPT_OSS_20B, QWEN3_30B_A3B
 from tests.model.tiny import SMOLLM2
 
 MODELS = {
     "smollm2-135m": SMOLLM2,
     "llama-3.1-8b": replace(LLAMA_8B_2_LAYERS, num_layers=32, vocab_size=128_256, max_context=131_072),
 }
-EXPERTS = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
+EXPERTS = {name: published_config(name) for name in ("qwen3-30b-a3b", "gpt-oss-20b")}
 """Compiled for v6e."""
 FITTING_LAYERS = {("v5e", "llama-3.1-8b"): 20, ("v6e", "qwen3-30b-a3b"): 20, ("v6e", "gpt-oss-20b"): 16}
 """All 32 layers of Llama-3.1-8B in bfloat16 are 16.1 GB, as much as a v5e has, and all of the models with experts 61

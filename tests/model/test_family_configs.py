@@ -86,7 +86,6 @@ EXPECTED = {
         window_pattern=(True, False),
     ),
 }  # fmt: skip
-QWEN3_30B_A3B, GPT_OSS_20B = EXPECTED["qwen3_moe"], EXPECTED["gpt_oss"]
 BILLIONS = {"mixtral": 46.70, "qwen3": 32.76, "qwen3_moe": 30.53, "gpt_oss": 20.91}
 """Parameters, as published."""
 
