@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +27,7 @@ from headrace.serving.engine.ports import Progress
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_mesh
 from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.memory import measure, measure_arguments
+from headrace.serving.runner.memory import measure
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.weights import weight_shapes
 from headrace.sharding.errors import MeshError
@@ -38,6 +40,24 @@ ASSUMPTIONS = (
     "Times are bounds: HBM and products at the data sheet's rates, every needed byte read once, nothing waits.",
     "Devices lie on a line along their axis; what they exchange is not hidden, and a hop takes 1 us.",
     "Not known: the host's share of a step, fragments of memory, what a hot chip or a busy network loses.",
+)
+
+ROWS = (
+    "weights",
+    "temporaries",
+    "code of the decode program",
+    "tokens of KV that fit",
+    "streams at once",
+    "decode: HBM",
+    "decode: products",
+    "decode: links",
+    "decode step, its bound",
+    "decode: FLOPs",
+    "decode: bytes of HBM",
+    "decode: sums over devices",
+    "with a chunk of a prompt",
+    "tokens/s of all streams",
+    "first token, nobody waiting",
 )
 
 
@@ -136,11 +156,24 @@ def _plan_mesh(
     backend = choose_backend(devices[0], _wishes(options), mesh)
     resolved = resolve(replace(options, pages=2, memory_fraction=None), cfg, backend.kv_format)
     limits = {"limit_bytes": chip.hbm_bytes, "fraction": options.memory_fraction or 1.0}
-    memory = measure_arguments(cfg, resolved.scheduler, backend, **limits)
+    # The compiler refuses what is larger than the device, so that is counted first, without its padding.
+    memory = DeviceMemory(
+        weights_bytes=_device_bytes(weight_shapes(cfg, backend)),
+        state_bytes=_device_bytes(state_shapes(cfg, resolved.scheduler, backend)),
+        page_bytes=_device_bytes(pool_shapes(cfg, resolved.scheduler, backend)) // 2,
+        temporary_bytes=0,
+        steps_bytes=0,
+        **limits,
+    )
     why = _misfit(memory)
     if why is None:
-        memory = measure(config, resolved.scheduler, backend, **limits)
-        why = _misfit(memory)
+        try:
+            memory = measure(config, resolved.scheduler, backend, **limits)
+            why = _misfit(memory)
+        except JaxRuntimeError as error:
+            why = f"does not fit: {str(error).splitlines()[0]}"
+        except ConfigError as error:
+            why = f"does not fit: {error}"
     if why is not None:
         return MeshPlan(mesh=str(shape), misfit=why, memory=memory)
     pages = memory.num_pages - 1
@@ -172,6 +205,11 @@ def _plan_mesh(
         prefill=costs[1],
         first_token_s=math.ceil(work.prompt / options.chunk_tokens) * costs[2].seconds,
     )
+
+
+def _device_bytes(tree: Any) -> int:
+    """Of the parts that one device has, unpadded."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _misfit(memory: DeviceMemory) -> str | None:
@@ -214,15 +252,15 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{plan.workload.prompt} + {plan.workload.output} tokens; per device and step",
         highlight=False,
     )
+    fitting = [row for row in plan.meshes if row.misfit is None]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = ("weights", "scratch", "KV tokens", "streams", "memory", "products", "links", "step", "bound", "tokens/s")
     table.add_column("mesh")
-    for heading in (*columns, "first token"):
-        table.add_column(heading, justify="right")
-    for row in plan.meshes:
-        if row.misfit is None:
-            table.add_row(*_cells(row))
-    console.print(table, highlight=False)
+    for row in fitting:
+        table.add_column(row.mesh, justify="right", no_wrap=True)
+    for name, *cells in zip(ROWS, *map(_cells, fitting), strict=True):
+        table.add_row(name, *cells)
+    if fitting:
+        console.print(table, highlight=False)
     for row in plan.meshes:
         if row.misfit is not None:
             console.print(f"{row.mesh}: {row.misfit}", highlight=False, style="yellow")
@@ -238,17 +276,22 @@ def _cells(row: MeshPlan) -> tuple[str, ...]:
     def ms(seconds: float) -> str:
         return f"{1e3 * seconds:.2f} ms"
 
+    prefill = row.prefill
+    assert prefill is not None and row.code_bytes is not None
     return (
-        row.mesh,
         f"{row.memory.weights_bytes / GIB:.2f} GiB",
         f"{row.memory.temporary_bytes / 1e6:.0f} MB",
+        f"{row.code_bytes / 1e6:.0f} MB",
         f"{row.tokens:,}",
         f"{row.streams}",
         ms(cost.hbm_s),
         ms(cost.products_s),
         ms(cost.links_s),
-        ms(cost.seconds),
-        cost.bound,
+        f"{ms(cost.seconds)}, {cost.bound}",
+        f"{cost.flops / 1e9:,.0f} G",
+        f"{(cost.weight_bytes + cost.kv_bytes) / 1e9:.2f} GB",
+        f"{cost.collectives} x {cost.sum_bytes / 1e3:.0f} kB",
+        f"{ms(prefill.seconds)}, {prefill.bound}",
         f"{row.tokens_per_s:,.0f}",
         ms(row.first_token_s),
     )
