@@ -31,8 +31,8 @@ MODELS = {
 EXPERTS = {name: published_config(name) for name in ("qwen3-30b-a3b",)}
 """Compiled for v6e."""
 FITTING_LAYERS = {("v5e", "llama-3.1-8b"): 20, ("v6e", "qwen3-30b-a3b"): 20}
-"""All 32 layers of Llama-3.1-8B in bfloat16 are 16.1 GB, as much as a v5e has, and all 48 of Qwen3-30B-A3B 61 GB, twice a
-v6e; layers are scanned, so that the program is the same."""
+"""All 32 layers of Llama-3.1-8B in bfloat16 are 16.1 GB, as much as a v5e has, and all 48 of Qwen3-30B-A3B 61 GB,
+twice a v6e; layers are scanned, so that the program is the same."""
 SLOTS = 16
 """XLA takes longer over the sampler than over all else, and the longer the more rows it has: 40 s of CPU time for 64
 rows of SmolLM2's vocabulary, 12 s for 16."""
