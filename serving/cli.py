@@ -313,7 +313,12 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
 @memory("--context", type=int, default=8192, help="Most tokens of a request.")
 @memory("--max-streams", type=int, default=64, help="Requests that generate at the same time.")
 @memory("--chunk-tokens", type=int, default=512, help="Most prompt tokens of one step.")
-@memory("--memory-fraction", type=click.FloatRange(0, 1, min_open=True), default=0.9, help="Share of HBM to use.")
+@memory(
+    "--memory-fraction",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=DEFAULT_MEMORY_FRACTION,
+    help="Share of HBM.",
+)
 @memory("--workload", default="1024:256", metavar="IN:OUT", help="Tokens of a prompt and of its answer.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def plan(model_source: str, topology: str, meshes: tuple[str, ...], workload: str, as_json: bool, **flags: Any) -> int:

@@ -19,7 +19,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import config_on_mesh
 from headrace.pallas_kernels.chips import Chip, chip_of
 from headrace.pallas_kernels.types import UnsupportedCase
-from headrace.serving.app.build import EngineOptions, resolve
+from headrace.serving.app.build import DEFAULT_MEMORY_FRACTION, EngineOptions, resolve
 from headrace.serving.app.plan_cost import StepCost, StepShape, step_cost
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory
@@ -155,7 +155,7 @@ def _plan_mesh(
         return MeshPlan(mesh=str(shape), misfit=str(error))
     backend = choose_backend(devices[0], _wishes(options), mesh)
     resolved = resolve(replace(options, pages=2, memory_fraction=None), cfg, backend.kv_format)
-    limits = {"limit_bytes": chip.hbm_bytes, "fraction": options.memory_fraction or 1.0}
+    limits = {"limit_bytes": chip.hbm_bytes, "fraction": options.memory_fraction or DEFAULT_MEMORY_FRACTION}
     # The compiler refuses what is larger than the device, so that is counted first, without its padding.
     memory = DeviceMemory(
         weights_bytes=_device_bytes(weight_shapes(cfg, backend)),

@@ -55,7 +55,7 @@ def run_plan(wanted: PlanRequest, options: EngineOptions, console: Console) -> i
     config = published_config(wanted.model) if wanted.model in PUBLISHED else read_config(wanted.model)
     options = replace(options, context=min(options.context or config.max_context, config.max_context))
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("the TPU's compiler is not here: pip install 'headrace[tpu]' brings it")
+        raise ConfigError("the TPU's compiler, libtpu, is not installed; the tpu extra of this package brings it")
     os.environ |= COMPILER_VARIABLES
     # JAX starts here.
     from headrace.serving.app.plan import Workload, make_plan, plan_json, print_plan

@@ -13,12 +13,11 @@ import numpy as np
 from headrace.model.config import ModelConfig
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.pallas_kernels.chips import Chip
+from headrace.serving.app.build import QUERY_BLOCK_TOKENS
 from headrace.sharding.mesh_shape import MeshShape
 from headrace.sharding.rules import partition
 from headrace.sharding.topologies import Links
 
-QUERY_BLOCK_TOKENS = 256
-"""Prompt tokens that share one pass over the keys before them."""
 ACTIVATION_BYTES = 4
 """Sums between devices are of float32."""
 

@@ -21,11 +21,6 @@ DEFAULT_TILE_ROWS = 8
 LANES = 128
 
 
-def shapes_of(tree: Any) -> Any:
-    """The same tree with shapes and types for arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
     """Shapes, types and places of the weights as ``place`` leaves them; layers to be scanned are stacked on a new first
     axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import KVPool, UnsupportedCase
+from headrace.serving.app.plan_command import COMPILER_VARIABLES
 from tests.aot import hlo
 from tests.aot.bundles import init_args, read_dump
 from tests.aot.matrix import Built
@@ -28,15 +29,7 @@ TARGET = "tpu_custom_call"
 
 def prepare(dump: Path) -> None:
     """Make libtpu load without a TPU and write its dump to a folder. Call before anything is compiled."""
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_STDERR_LOG_LEVEL": "3",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "LIBTPU_INIT_ARGS": init_args(dump),
-    }
+    os.environ |= {**COMPILER_VARIABLES, "LIBTPU_INIT_ARGS": init_args(dump)}
 
 
 @functools.cache
