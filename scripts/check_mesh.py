@@ -14,6 +14,7 @@ TESTS = (
     "tests/serving/runner/test_mesh_steps.py",
     "tests/serving/runner/test_mesh_families.py",
     "tests/serving/runner/test_families.py",
+    "tests/serving/runner/test_int8_steps.py",
 )
 
 
