@@ -1,0 +1,51 @@
+"""A model from its files into the places of a backend, without ever being on the host as a whole."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+
+from headrace.model.config import ModelConfig
+from headrace.model.load import LoadedModel, open_weights
+from headrace.model.on_mesh import config_on_mesh
+from headrace.model.weight_files import Progress
+from headrace.model.weights import Weights
+from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.placing import Placement, from_host, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedModel:
+    """weights: on a backend's devices. config: the model's own, on no mesh. model_hash, digests: see ``LoadedModel``."""
+
+    config: ModelConfig
+    weights: Weights[jax.Array]
+    model_hash: str
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_placed(path: str | os.PathLike[str], backend: Backend, progress: Progress | None = None) -> PlacedModel:
+    """From a GGUF file or a directory of safetensors.
+
+    The host holds AHEAD_BYTES of weights or the largest one at most, whichever is more, beside what devices hold.
+    progress: called after each weight. Raises: ModelFileError, MeshError.
+    """
+    files = open_weights(path, dtype=backend.dtype)
+    placement = Placement(config_on_mesh(files.config, backend.mesh_shape), backend)
+    wanted = placement.wanted
+    stream = files.stream([one.spec.name for one in wanted], progress)
+    weights = placement.fill(from_host(wanted, stream))
+    return PlacedModel(
+        config=files.config, weights=weights, model_hash=files.model_hash, digests=files.digests
+    )
+
+
+def placed(model: LoadedModel, backend: Backend) -> PlacedModel:
+    """A model that is on the host, as tests have it."""
+    return PlacedModel(
+        config=model.config,
+        weights=place(model.weights, config_on_mesh(model.config, backend.mesh_shape), backend),
+        model_hash=model.model_hash,
+        digests=model.digests,
+    )
