@@ -1,4 +1,4 @@
-"""Open a model: configuration and weights, from a GGUF file or a directory of safetensors; or load all of it at once."""
+"""Open a model, a GGUF file or a directory of safetensors: configuration and weights; or load all of it at once."""
 
 import os
 from collections.abc import Mapping
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from headrace.model.checkpoint_files import read_manifest
 from headrace.model.config import ModelConfig
 from headrace.model.config_files import config_from_directory, config_from_gguf, is_gguf
 from headrace.model.directory import ModelDirectory
+from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import read_gguf
 from headrace.model.gguf_tensors import GGUFSource
 from headrace.model.safetensors_files import SafetensorsSource
@@ -38,6 +40,8 @@ def open_weights(path: str | os.PathLike[str], *, dtype: np.dtype | type = np.fl
         header = read_gguf(path)
         return WeightFiles(config_from_gguf(header), GGUFSource(header), np.dtype(dtype))
     directory = ModelDirectory(path)
+    if read_manifest(directory) is not None:
+        raise ModelFileError(path, "a checkpoint, which goes to devices only; give the files it was made from")
     return WeightFiles(config_from_directory(directory), SafetensorsSource(directory), np.dtype(dtype))
 
 

@@ -40,7 +40,6 @@ class StoredTensor:
             scales=None if self.scales is None else self.scales.row(index),
         )
 
-
     def rows(self, first: int, last: int) -> "StoredTensor":
         """Entries of the first axis, [first, last), as a tensor of the same name; as ``row``, and without scales."""
         row_bytes = self.num_bytes // self.shape[0]

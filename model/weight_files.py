@@ -4,6 +4,7 @@ A tensor is read in blocks of its rows, so that beside the finished weights only
 stored and decoded form. How far reading runs ahead of whoever takes the weights is bounded in bytes.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -33,12 +35,13 @@ Progress = Callable[[int, int], None]
 
 # Hashing and NumPy's inner loops release the interpreter lock, so a second thread nearly halves the time; more would
 # only hold more tensors in memory.
-_THREADS = 2
+THREADS = 2
 AHEAD_BYTES = 256 << 20
 """Finished weights that may wait to be taken, the one that was taken last among them; a larger one is read alone."""
 BLOCK_BYTES = 4 << 20
 """Read at once. A block of 4-bit values is eight times as large in float32."""
 
+ResultT = TypeVar("ResultT", covariant=True)
 Leaf = tuple[str, str, tuple[int, ...], str]
 """(name, type, shape, SHA-256 in hex) of one stored tensor, or of one expert's part of it."""
 
@@ -71,21 +74,14 @@ class WeightFiles:
         progress: called when a weight was taken and the next one is asked for.
         Raises: ModelFileError naming the file and tensor that cannot be read or is not finite.
         """
-        largest = max((self.specs[name].num_bytes for name in names), default=0)
-        limit, held = max(AHEAD_BYTES, largest), 0
         total, done = sum(map(self.stored_bytes, names)), 0
-        waiting, ahead = deque(names), deque[_Reading]()
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="load") as pool:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
             try:
-                while waiting or ahead:
-                    while waiting and (not held or held + self.specs[waiting[0]].num_bytes <= limit):
-                        ahead.append(self._start(waiting.popleft(), pool))
-                        held += ahead[-1].spec.num_bytes
-                    reading = ahead.popleft()
-                    self._leaves[reading.spec.name] = reading.finish()
-                    yield reading.spec, reading.take()
-                    held -= reading.spec.num_bytes
-                    done += self.stored_bytes(reading.spec.name)
+                sizes = [self.specs[name].num_bytes for name in names]
+                arrays = ahead([functools.partial(self._start, name, pool) for name in names], sizes)
+                for name in names:
+                    yield self.specs[name], next(arrays)
+                    done += self.stored_bytes(name)
                     if progress is not None:
                         progress(done, total)
             except BaseException:
@@ -94,8 +90,8 @@ class WeightFiles:
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """SHA-256 in hex of the stored bytes that were read so far, by name of the stored tensor; where the experts of a
-        weight share one, each has its own entry, such as ``NAME[3]``."""
+        """SHA-256 in hex of the stored bytes of what was read so far, by name of the tensor; where the experts of a weight
+        share one, each has its own entry, such as ``NAME[3]``."""
         return {name: digest for leaves in self._leaves.values() for name, _, _, digest in leaves}
 
     @property
@@ -109,10 +105,8 @@ class WeightFiles:
         spec, pieces = self.specs[name], self._pieces[name]
         out = np.empty(spec.shape, spec.dtype)
         windows = out if spec.num_experts is not None else [out]
-        jobs = [
-            pool.submit(self._read, spec, tensor, window) for tensor, window in zip(pieces, windows, strict=True)
-        ]
-        return _Reading(spec, out, jobs)
+        jobs = [pool.submit(self._read, spec, tensor, window) for tensor, window in zip(pieces, windows, strict=True)]
+        return _Reading(out, jobs, functools.partial(self._leaves.__setitem__, name))
 
     def _read(self, spec: ParamSpec, tensor: StoredTensor, out: np.ndarray) -> Leaf:
         digest, bad = hashlib.sha256(), 0
@@ -128,22 +122,36 @@ class WeightFiles:
 
 
 class _Reading:
-    """One weight that threads are filling. jobs: one for each piece that is read."""
+    """One weight that threads are filling. jobs: one for each piece that is read. on_leaves: called with what they
+    found."""
 
-    def __init__(self, spec: ParamSpec, out: np.ndarray, jobs: list[Future[Leaf]]) -> None:
-        self.spec = spec
-        self._out: np.ndarray | None = out
-        self._jobs = jobs
+    def __init__(self, out: np.ndarray, jobs: list[Future[Leaf]], on_leaves: Callable[[list[Leaf]], None]) -> None:
+        self._out, self._jobs, self._on_leaves = out, jobs, on_leaves
 
-    def finish(self) -> list[Leaf]:
-        return [job.result() for job in self._jobs]
+    def result(self) -> np.ndarray:
+        self._on_leaves([job.result() for job in self._jobs])
+        return self._out
 
-    def take(self) -> np.ndarray:
-        """Gives the array away: jobs hold it as long as they live."""
-        out, self._out = self._out, None
-        assert out is not None
-        self._jobs.clear()
-        return out
+
+class Job(Protocol[ResultT]):
+    """What is asked of a ``Future``."""
+
+    def result(self) -> ResultT: ...
+
+
+def ahead(starts: Sequence[Callable[[], Job[ResultT]]], sizes: Sequence[int]) -> Iterator[ResultT]:
+    """Results in order, of jobs that are started ahead: as many as their bytes together, and those of the result that
+    was taken last, stay within AHEAD_BYTES or the largest one's. Nothing is kept of what was taken."""
+    limit = max(AHEAD_BYTES, *sizes, 0)
+    running: deque[Job[ResultT]] = deque()
+    held, first = 0, 0
+    for index, size in enumerate(sizes):
+        while first < len(starts) and (first == index or held + sizes[first] <= limit):
+            running.append(starts[first]())
+            held += sizes[first]
+            first += 1
+        yield running.popleft().result()
+        held -= size
 
 
 def hash_of(config: ModelConfig, leaves: set[Leaf]) -> str:

@@ -42,10 +42,11 @@ CONFIG = {
 
 def write_model(folder: Path) -> None:
     """Values of either sign between 2**-7 and 2**-5: finite, and quick to draw."""
+    from jax import tree
+
     from headrace.model.config_files import config_from_directory
     from headrace.model.directory import ModelDirectory
     from headrace.model.specs import param_specs
-    from jax import tree
 
     (folder / "config.json").write_text(json.dumps(CONFIG))
     specs = tree.leaves(param_specs(config_from_directory(ModelDirectory(folder)), ml_dtypes.bfloat16))

@@ -81,7 +81,7 @@ def put(x: Any, target: Any) -> Any:
         if place.sharding is None:
             return jax.device_put(host.reshape(place.shape))
         shaped = host.reshape(place.shape)
-        return jax.make_array_from_callback(place.shape, _format(place), lambda index: shaped[index], place.dtype)
+        return jax.make_array_from_callback(place.shape, format_of(place), lambda index: shaped[index], place.dtype)
 
     return jax.tree.map(put_one, target, x)
 
@@ -165,7 +165,7 @@ class _Insert:
 
     def __init__(self, place: jax.ShapeDtypeStruct) -> None:
         self._place = place
-        sharding, where = place.sharding, _format(place)
+        sharding, where = place.sharding, format_of(place)
         insert: Callable[..., jax.Array] = _insert
         if isinstance(sharding, NamedSharding):
             spec = sharding.spec
@@ -176,7 +176,7 @@ class _Insert:
 
     def empty(self) -> jax.Array:
         shape, dtype = self._place.shape, self._place.dtype
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=_format(self._place))()
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=format_of(self._place))()
 
     def __call__(self, stack: jax.Array, row: jax.Array, index: int) -> jax.Array:
         return self._call(stack, row, np.int32(index))
@@ -201,7 +201,7 @@ def _side_by_side(place: jax.ShapeDtypeStruct, parts: tuple[jax.Array, ...], cou
     return jax.make_array_from_single_device_arrays(shape, place.sharding, arrays)
 
 
-def _format(place: jax.ShapeDtypeStruct) -> Sharding | Format | None:
+def format_of(place: jax.ShapeDtypeStruct) -> Sharding | Format | None:
     """The layout too, where one is asked for."""
     return place.sharding if place.format.layout is None else place.format
 
