@@ -90,8 +90,8 @@ class WeightFiles:
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """SHA-256 in hex of the stored bytes of what was read so far, by name of the tensor; where the experts of a weight
-        share one, each has its own entry, such as ``NAME[3]``."""
+        """SHA-256 in hex of the stored bytes of what was read so far, by name of the tensor; where the experts of a
+        weight share one, each has its own entry, such as ``NAME[3]``."""
         return {name: digest for leaves in self._leaves.values() for name, _, _, digest in leaves}
 
     @property

@@ -64,10 +64,12 @@ def _write(model: Path, folder: Path, options: EngineOptions, display: ProgressD
     backend = choose_backend(device, Wishes(attention="reference", dtype=options.dtype), find_mesh(device, shape))
     files = open_weights(model, dtype=backend.dtype)
     copy_companions(model, folder)
+
+    def progress(done: int, total: int) -> None:
+        display.update("reading weights" if done < total else "writing weights", done, total)
+
     try:
-        stored = save_weights(
-            files, folder, backend, lambda done, total: display.update("reading weights", done, total)
-        )
+        stored = save_weights(files, folder, backend, progress)
     except MeshError as error:
         raise ConfigError(f"--mesh {shape}: {error}") from error
     manifest = Manifest(dtype=backend.dtype.name, mesh=str(shape), source_hash=files.model_hash, weights=stored)

@@ -22,7 +22,7 @@ from headrace.serving.runner.placing import Placement, from_host, place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
-    """weights: on a backend's devices. config: the model's own, on no mesh. model_hash, digests: see ``LoadedModel``."""
+    """config: the model's own, on no mesh. weights: in a backend's places. model_hash, digests: see ``LoadedModel``."""
 
     config: ModelConfig
     weights: Weights[jax.Array]

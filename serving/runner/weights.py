@@ -21,8 +21,8 @@ LANES = 128
 
 
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
-    """Shapes, types and places of the weights as ``placing`` leaves them; layers to be scanned are stacked on a new first
-    axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
+    """Shapes, types and places of the weights as ``placing`` leaves them; layers to be scanned are stacked on a new
+    first axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
     specs, cuts = param_specs(cfg, backend.dtype), partitions(cfg, backend.mesh_shape)
 
     def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
