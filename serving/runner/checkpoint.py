@@ -22,7 +22,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.errors import ModelFileError
 from headrace.model.on_mesh import config_on_mesh, partitions
 from headrace.model.specs import param_specs
-from headrace.model.weight_files import THREADS, Progress, WeightFiles, ahead, hash_of
+from headrace.model.weight_files import BLOCK_BYTES, THREADS, Progress, WeightFiles, ahead, hash_of
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.placing import Wanted, format_of, put, served_form
 
@@ -102,7 +102,7 @@ class CheckpointWeights:
         """
         total, done, unseen = sum(self._bytes(one.spec.name) for one in wanted), 0, 0
         # Restoring meets the other processes of a mesh, so that all of them must do it in the same order.
-        with ThreadPoolExecutor(THREADS if jax.process_count() == 1 else 1, thread_name_prefix="restore") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="restore") as pool:
             try:
                 starts = [functools.partial(pool.submit, self._restore, one) for one in wanted]
                 restored = ahead(starts, [self._bytes(one.spec.name) for one in wanted])
@@ -141,7 +141,7 @@ class CheckpointWeights:
         array = self._read(name, place)
         is_whole = array.is_fully_addressable
         if is_whole:
-            self._compare(name, np.asarray(array))
+            self._compare(name, array)
         return _finished(array, target), is_whole
 
     def _read(self, name: str, place: jax.ShapeDtypeStruct | None) -> Any:
@@ -172,15 +172,41 @@ class CheckpointWeights:
             )
         return found
 
-    def _compare(self, name: str, x: np.ndarray) -> None:
+    def _compare(self, name: str, x: np.ndarray | jax.Array) -> None:
         if _digest(x) != self._stored[name].sha256:
             raise ModelFileError(
                 self._path / WEIGHTS, f"weight {name!r} has another SHA-256 than {MANIFEST} lists: damaged; {AGAIN}"
             )
 
 
-def _digest(x: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data).hexdigest()
+def _digest(x: np.ndarray | jax.Array) -> str:
+    """SHA-256 in hex of the values row by row, put together from the parts of an array a few rows at a time."""
+    parts = [((slice(None),) * x.ndim, x)] if isinstance(x, np.ndarray) else list(_parts(x))
+    rows = max(1, BLOCK_BYTES * x.shape[0] // max(x.nbytes, 1))
+    digest = hashlib.sha256()
+    for first in range(0, x.shape[0], rows):
+        last = min(first + rows, x.shape[0])
+        block = np.empty((last - first, *x.shape[1:]), x.dtype)
+        for (on_rows, *rest), values in parts:
+            start, stop, _ = on_rows.indices(x.shape[0])
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                block[(slice(low - first, high - first), *rest)] = values[low - start : high - start]
+        digest.update(block.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Where each part of an array lies in it, and its values on the host."""
+    # An array keeps what NumPy once got of it: the model would stay on the host. These are other arrays in its memory.
+    shards = array.addressable_shards
+    other = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [shard.data for shard in shards])
+    seen: set[tuple[tuple[int, int, int], ...]] = set()
+    for shard in other.addressable_shards:
+        place = tuple(on.indices(size) for on, size in zip(shard.index, array.shape, strict=True))
+        if place not in seen:
+            seen.add(place)
+            yield shard.index, np.asarray(shard.data)
 
 
 def _without_stack(target: jax.ShapeDtypeStruct, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
