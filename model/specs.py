@@ -61,6 +61,15 @@ class ParamSpec:
     is_rotated: bool = False
 
     @property
+    def read_dtype(self) -> np.dtype:
+        """On the way from a file. What is to be quantized is not rounded before."""
+        return np.dtype(np.float32) if self.is_quantized else self.dtype
+
+    @property
+    def read_bytes(self) -> int:
+        return math.prod(self.shape) * self.read_dtype.itemsize
+
+    @property
     def num_bytes(self) -> int:
         """In memory, with factors."""
         if self.is_quantized:

@@ -1,4 +1,4 @@
-"""Weights on their way to the devices: layers as they come, or each kind stacked over all layers."""
+"""Where weights lie on the devices: layers as they come, or each kind stacked over all layers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from headrace.model.config import ModelConfig
-from headrace.model.on_mesh import partitions, repeated_heads
+from headrace.model.on_mesh import partitions
 from headrace.model.specs import SCALE_DTYPE, ParamSpec, param_specs
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import Chip
@@ -22,9 +22,9 @@ LANES = 128
 
 
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
-    """Shapes, types and places of the weights as ``place`` leaves them; layers to be scanned are stacked on a new first
-    axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
-    specs, cuts = _specs(cfg, backend), partitions(cfg, backend.mesh_shape)
+    """Shapes, types and places of the weights as ``placing`` leaves them; layers to be scanned are stacked on a new
+    first axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
+    specs, cuts = param_specs(cfg, backend.dtype, backend.weights), partitions(cfg, backend.mesh_shape)
 
     def array(
         shape: tuple[int, ...], dtype: np.dtype, cut: PartitionSpec, count: tuple[int, ...]
@@ -50,10 +50,6 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
         others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
         return laid_out(others.replace(layers=layers), backend.chip)
     return laid_out(jax.tree.map(shape, specs, cuts), backend.chip)
-
-
-def _specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
-    return param_specs(cfg, backend.dtype, backend.weights)
 
 
 def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:
@@ -93,29 +89,3 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
         return None
     order = (*range(last - 1), last, last - 1) if is_by_columns else tuple(range(last + 1))
     return Layout(order, None if rows == DEFAULT_TILE_ROWS else ((rows, LANES), (2, 1)))
-
-
-def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> Weights[jax.Array]:
-    """Copy host weights to where ``weight_shapes`` says; cfg: on the backend's mesh.
-
-    Layers to be scanned are stacked on the host, one kind of weight at a time: stacked on the device, they would need
-    twice its memory.
-    """
-    specs, shapes = _specs(cfg, backend), weight_shapes(cfg, backend)
-
-    def put(shape: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
-        return jax.device_put(x, shape.sharding if shape.format.layout is None else shape.format)
-
-    def put_one(spec: ParamSpec, shape: Any, x: Any) -> Any:
-        return jax.tree.map(lambda shape, x: put(shape, repeated_heads(x, spec)), shape, x)
-
-    def put_stack(spec: ParamSpec, shape: Any, *layers: Any) -> Any:
-        return jax.tree.map(
-            lambda shape, *xs: put(shape, np.stack([repeated_heads(x, spec) for x in xs])), shape, *layers
-        )
-
-    if not backend.scan_layers:
-        return jax.tree.map(put_one, specs, shapes, weights)
-    layers: LayerWeights[jax.Array] = jax.tree.map(put_stack, specs.layers[0], shapes.layers, *weights.layers)
-    without = (tree.replace(layers=()) for tree in (specs, shapes, weights))
-    return jax.tree.map(put_one, *without).replace(layers=layers)

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,9 +18,10 @@ from headrace.pallas_kernels.quant_matmul.cases import dequantized
 from headrace.pallas_kernels.types import GroupQuant
 from headrace.serving.core.events import TokenEvent
 from headrace.serving.runner.backend import Backend, find_mesh
+from headrace.serving.runner.load import load_placed, placed
 from headrace.serving.runner.runner import JaxRunner
 from headrace.sharding.mesh_shape import parse_mesh
-from tests.model.tiny import MIXTRAL_TINY, TINY
+from tests.model.tiny import MIXTRAL_TINY, TINY, write_hf
 from tests.serving.runner.plans import CONFIG, GREEDY, prompt, request, serve
 
 CPU = jax.devices("cpu")[0]
@@ -67,7 +69,8 @@ def test_logprobs_and_greedy_ids_are_the_oracles(case: Case) -> None:
         scan_layers=case.scan,
     )
     weights = init_weights(case.cfg, 3, scheme=WeightScheme.INT8)
-    runner = JaxRunner(LoadedModel(config=case.cfg, weights=weights, model_hash=""), SMALL, backend=backend)
+    model = placed(LoadedModel(config=case.cfg, weights=weights, model_hash=""), backend)
+    runner = JaxRunner(model, SMALL, backend=backend)
     runner.warm_up(lambda *_: None)
     asks = replace(GREEDY, num_logprobs=20)
     events = serve(runner, SMALL, [request(n, ids, asks) for n, ids in enumerate(PROMPTS)])
@@ -83,3 +86,25 @@ def test_logprobs_and_greedy_ids_are_the_oracles(case: Case) -> None:
             assert event.logprobs is not None
             for token, value in event.logprobs.top:
                 assert value == pytest.approx(logprob_V[token], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_weights_are_quantized_on_their_way_to_a_mesh(tmp_path: Path, scan: bool) -> None:
+    """Of 2 key heads on 4 devices each lies twice, its factors too."""
+    folder = write_hf(tmp_path, DENSE, init_weights(DENSE, 3))
+    backend = Backend(
+        device=CPU, mesh=find_mesh(CPU, parse_mesh("tensor=4")), weights=WeightScheme.INT8, scan_layers=scan
+    )
+    model = load_placed(folder, backend)
+    host = init_weights(DENSE, 3, scheme=WeightScheme.INT8)
+    layers = model.weights.layers
+    for name, parts in (("k_DY", 4), ("o_XD", 1), ("down_FD", 1), ("gate_DF", 4)):
+        found = jax.tree.map(lambda x: np.asarray(x[1]), getattr(layers, name)) if scan else getattr(layers[1], name)
+        wanted = getattr(host.layers[1], name)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            heads = theirs.reshape(theirs.shape[0], -1, DENSE.head_dim)
+            repeated = heads.repeat(ours.shape[-1] // theirs.shape[-1], axis=1).reshape(ours.shape)
+            np.testing.assert_array_equal(ours, repeated)
+        leaf = getattr(layers if scan else layers[1], name)
+        assert leaf.values_KN.size == 4 * leaf.values_KN.addressable_shards[0].data.size
+        assert leaf.scale_GN.size == parts * leaf.scale_GN.addressable_shards[0].data.size

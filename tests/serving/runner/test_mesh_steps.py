@@ -69,7 +69,7 @@ def backend_of(mesh: str, *, scan: bool = False) -> Backend:
 def answers(case: Case) -> dict[int, list[TokenEvent]]:
     """Four requests of different kinds, in chunks and batches."""
     model = LoadedModel(config=case.cfg, weights=init_weights(case.cfg, 3), model_hash="")
-    runner = JaxRunner(model, SMALL, backend=backend_of(case.mesh, scan=case.scan))
+    runner = JaxRunner.of_host(model, SMALL, backend=backend_of(case.mesh, scan=case.scan))
     runner.warm_up(lambda *_: None)
     runner.poison_pages(range(1, SMALL.num_pages))
     requests = [request(n, ids, asks) for n, (ids, asks) in enumerate(zip(PROMPTS, ASKS, strict=True))]
