@@ -14,9 +14,9 @@ Array = jax.Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """name: in the mesh; None where there is no mesh. size: devices along it."""
+    """name: in the mesh, or of several that count as one, outermost first; None: nothing is cut. size: in devices."""
 
-    name: str | None = None
+    name: str | tuple[str, ...] | None = None
     size: int = 1
 
     @property
@@ -33,6 +33,15 @@ class MeshAxis:
     def min(self, x: Array) -> Array:
         return x if self.name is None or self.size == 1 else lax.pmin(x, self.name)
 
+    def of_last(self, x: Array) -> Array:
+        """What the last device has, on all of them."""
+        return x if self.size == 1 else self.sum(jnp.where(self.index == self.size - 1, x, 0))
+
+    def to_next(self, x: Array) -> Array:
+        """What the device before has; the first one gets zeros."""
+        assert self.name is not None
+        return lax.ppermute(x, self.name, [(i, i + 1) for i in range(self.size - 1)])
+
     def gather(self, x: Array, axis: int) -> Array:
         """The shards side by side along an axis of x, in the order of the devices."""
         if self.name is None or self.size == 1:
@@ -45,10 +54,14 @@ ALONE = MeshAxis()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The axes that a model is cut over. tensor: heads, feed-forward width and vocabulary. expert: experts."""
+    """The axes that a model is cut over. tensor: heads and feed-forward width. expert: experts. stage: layers.
+    vocabulary: stage and tensor together. data: sequences, each with its part of slots and pages."""
 
     tensor: MeshAxis = ALONE
     expert: MeshAxis = ALONE
+    stage: MeshAxis = ALONE
+    vocabulary: MeshAxis = ALONE
+    data: MeshAxis = ALONE
 
     def sum(self, x: Array) -> Array:
         """Over both axes at once."""
@@ -85,6 +98,10 @@ class VocabularyShard:
             return token
         index = token - self.first_id
         return jnp.where((index >= 0) & (index < self.part), index, self.part)
+
+    def part_of(self, x_V: Array) -> Array:
+        """[V]: this part of an array of the whole vocabulary."""
+        return x_V if self.axis.size == 1 else lax.dynamic_slice(x_V, (self.first_id,), (self.part,))
 
     def take(self, x_RV: Array, token_R: Array) -> Array:
         """[R]: x at one id of each row."""

@@ -22,21 +22,44 @@ LANES = 128
 
 
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
-    """Shapes, types and places of the weights as ``place`` leaves them; layers to be scanned are stacked on a new first
-    axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
+    """Shapes, types and places of the weights as ``place`` leaves them: see stacks. cfg: on the backend's mesh. Raises:
+    MeshError naming a tensor that does not divide."""
     specs, cuts = param_specs(cfg, backend.dtype), partitions(cfg, backend.mesh_shape)
+    stage = "stage" if backend.mesh_shape.stage > 1 else None
 
-    def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
-        sharding = backend.sharding(PartitionSpec(*(None for _ in count), *cut))
-        return jax.ShapeDtypeStruct((*count, *spec.shape), spec.dtype, sharding=sharding)
+    def shape(spec: ParamSpec, cut: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=backend.sharding(cut))
 
-    if backend.scan_layers:
-        layers: LayerWeights[Any] = jax.tree.map(
-            lambda spec, cut: shape(spec, cut, count=(len(specs.layers),)), specs.layers[0], cuts.layers[0]
+    def stacked(spec: ParamSpec, cut: PartitionSpec, count: int) -> jax.ShapeDtypeStruct:
+        sharding = backend.sharding(PartitionSpec(stage, *cut))
+        return jax.ShapeDtypeStruct((count, *spec.shape), spec.dtype, sharding=sharding)
+
+    def layer(stack: tuple[int, ...]) -> LayerWeights[Any]:
+        spec, cut = specs.layers[stack[0]], cuts.layers[stack[0]]
+        found: LayerWeights[Any] = (
+            jax.tree.map(lambda spec, cut: stacked(spec, cut, len(stack)), spec, cut)
+            if is_stacked(backend)
+            else jax.tree.map(shape, spec, cut)
         )
-        others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
-        return laid_out(others.replace(layers=layers), backend.chip)
-    return laid_out(jax.tree.map(shape, specs, cuts), backend.chip)
+        return found
+
+    layers = tuple(layer(stack) for stack in stacks(cfg, backend))
+    others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
+    return laid_out(others.replace(layers=layers[0] if backend.scan_layers else layers), backend.chip)
+
+
+def is_stacked(backend: Backend) -> bool:
+    """Whether weights of layers have a new first axis, cut over stages."""
+    return backend.scan_layers or backend.mesh_shape.stage > 1
+
+
+def stacks(cfg: ModelConfig, backend: Backend) -> tuple[tuple[int, ...], ...]:
+    """Which layers lie together in one array of each kind of weight: all, where they are scanned; one from each stage,
+    where they are unrolled over stages; else each alone."""
+    if backend.scan_layers:
+        return (tuple(range(cfg.num_layers)),)
+    each = cfg.num_layers // backend.mesh_shape.stage
+    return tuple(tuple(range(first, cfg.num_layers, each)) for first in range(each))
 
 
 def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:
@@ -87,13 +110,17 @@ def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> W
     def put_one(shape: jax.ShapeDtypeStruct, x: np.ndarray, spec: ParamSpec) -> jax.Array:
         return put(shape, repeated_heads(x, spec))
 
-    if not backend.scan_layers:
+    if not is_stacked(backend):
         return jax.tree.map(put_one, shapes, weights, specs)
-    layers: LayerWeights[jax.Array] = jax.tree.map(
-        lambda shape, spec, *leaves: put(shape, np.stack([repeated_heads(x, spec) for x in leaves])),
-        shapes.layers,
-        specs.layers[0],
-        *weights.layers,
+    found = shapes.layers if isinstance(shapes.layers, tuple) else (shapes.layers,)
+    layers: tuple[LayerWeights[jax.Array], ...] = tuple(
+        jax.tree.map(
+            lambda shape, spec, *leaves: put(shape, np.stack([repeated_heads(x, spec) for x in leaves])),
+            of,
+            specs.layers[stack[0]],
+            *(weights.layers[index] for index in stack),
+        )
+        for of, stack in zip(found, stacks(cfg, backend), strict=True)
     )
     without = (tree.replace(layers=()) for tree in (shapes, weights, specs))
-    return jax.tree.map(put_one, *without).replace(layers=layers)
+    return jax.tree.map(put_one, *without).replace(layers=layers[0] if backend.scan_layers else layers)
