@@ -14,24 +14,24 @@ Array = jax.Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """name: in the mesh, or of several that count as one, outermost first; None: nothing is cut. size: in devices."""
+    """names: of an axis of the mesh, or of several that count as one, outermost first. size: devices along them all."""
 
-    name: str | tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
     size: int = 1
 
     @property
     def index(self) -> Array | int:
         """Of this device, i32."""
-        return 0 if self.name is None or self.size == 1 else lax.axis_index(self.name)
+        return 0 if self.size == 1 else lax.axis_index(self.names)
 
     def sum(self, x: Array) -> Array:
-        return x if self.name is None or self.size == 1 else lax.psum(x, self.name)
+        return x if self.size == 1 else lax.psum(x, self.names)
 
     def max(self, x: Array) -> Array:
-        return x if self.name is None or self.size == 1 else lax.pmax(x, self.name)
+        return x if self.size == 1 else lax.pmax(x, self.names)
 
     def min(self, x: Array) -> Array:
-        return x if self.name is None or self.size == 1 else lax.pmin(x, self.name)
+        return x if self.size == 1 else lax.pmin(x, self.names)
 
     def of_last(self, x: Array) -> Array:
         """What the last device has, on all of them."""
@@ -39,14 +39,13 @@ class MeshAxis:
 
     def to_next(self, x: Array) -> Array:
         """What the device before has; the first one gets zeros."""
-        assert self.name is not None
-        return lax.ppermute(x, self.name, [(i, i + 1) for i in range(self.size - 1)])
+        return lax.ppermute(x, self.names, [(i, i + 1) for i in range(self.size - 1)])
 
     def gather(self, x: Array, axis: int) -> Array:
         """The shards side by side along an axis of x, in the order of the devices."""
-        if self.name is None or self.size == 1:
+        if self.size == 1:
             return x
-        return lax.all_gather(x, self.name, axis=axis, tiled=True)
+        return lax.all_gather(x, self.names, axis=axis, tiled=True)
 
 
 ALONE = MeshAxis()
@@ -65,7 +64,7 @@ class Shards:
 
     def sum(self, x: Array) -> Array:
         """Over both axes at once."""
-        names = tuple(axis.name for axis in (self.expert, self.tensor) if axis.name is not None and axis.size > 1)
+        names = (*self.expert.names, *self.tensor.names)
         return lax.psum(x, names) if names else x
 
 

@@ -19,7 +19,7 @@ from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
 from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import KVFormat
-from headrace.sharding.collectives import ALONE, ONE_DEVICE, MeshAxis, Shards
+from headrace.sharding.collectives import ONE_DEVICE, MeshAxis, Shards
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh import make_mesh
 from headrace.sharding.mesh_shape import MeshShape
@@ -90,7 +90,7 @@ class Backend:
 
         def along(*names: str) -> MeshAxis:
             used = tuple(name for name in names if sizes.sizes[name] > 1)
-            return MeshAxis(name=used, size=math.prod(sizes.sizes[name] for name in used)) if used else ALONE
+            return MeshAxis(names=used, size=math.prod(sizes.sizes[name] for name in used))
 
         return Shards(
             tensor=along("tensor"),
