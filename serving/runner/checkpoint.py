@@ -22,7 +22,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.errors import ModelFileError
 from headrace.model.on_mesh import config_on_mesh, partitions
 from headrace.model.specs import param_specs
-from headrace.model.weight_files import BLOCK_BYTES, THREADS, Progress, WeightFiles, ahead, hash_of
+from headrace.model.weight_files import BLOCK_BYTES, Progress, WeightFiles, ahead, hash_of
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.placing import Wanted, format_of, put, served_form
 
