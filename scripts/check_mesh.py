@@ -1,7 +1,7 @@
 """Every mesh and family: the tests that ``make test`` has some of, and leaves out the rest of for time.
 
 Tokens and logprobs of one device on each mesh of CPU devices, what devices exchange, transformers' logits of models
-with experts, and a real server on every one of those meshes.
+with experts, checkpoints that are restored onto other meshes, and a real server on every one of those meshes.
 """
 
 import subprocess
@@ -15,6 +15,7 @@ TESTS = (
     "tests/serving/runner/test_mesh_families.py",
     "tests/serving/runner/test_families.py",
     "tests/e2e/test_mesh.py",
+    "tests/serving/runner/test_checkpoint.py",
 )
 
 

@@ -103,8 +103,8 @@ def _compute_options() -> tuple[Callable[..., Any], ...]:
         ),
         compute(
             "--mesh",
-            help="Devices along each axis, such as data=2,tensor=4, or a .toml file with a table [mesh]: tensor cuts heads, "
-            "widths and vocabulary, expert experts, stage layers; data copies the model.  [default: one device]",
+            help="Devices along each axis, such as data=2,tensor=4, or a .toml file with a table [mesh]: tensor cuts "
+            "heads, widths and vocabulary, expert experts, stage layers; data copies the model.  [default: one device]",
         ),
         compute(
             "--attention",
@@ -343,6 +343,26 @@ def plan(model_source: str, topology: str, meshes: tuple[str, ...], workload: st
         memory_fraction=flags["memory_fraction"],
     )
     return run_plan(wanted, options, Console(stderr=True))
+
+
+@commands.command(cls=SectionCommand)
+@click.argument("model_source", metavar="MODEL")
+@click.argument("target", metavar="DIR", type=A_FOLDER)
+@compute("--device", type=click.Choice(DEVICES), default="auto", help="Whose memory holds the model meanwhile.")
+@compute("--mesh", help="As for serve, such as tensor=8: in how many parts each weight is written.")
+@compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of matrices; auto: as serve has it.")
+@running("--cache-dir", type=A_FOLDER, help=f"Where models are kept.  [default: {default_cache_dir()}]")
+def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags: Any) -> int:
+    """Write MODEL as an Orbax checkpoint to DIR, for serve and generate to load.
+
+    It restores onto every mesh, and each device reads its own parts. MODEL is as for serve; its tokenizer, chat
+    template and configuration come along.
+    """
+    from headrace.serving.app.checkpoint_command import CheckpointRequest, run_checkpoint
+
+    found = _find_model(model_source, cache_dir)
+    options = EngineOptions(model=str(found.path), **flags)
+    return run_checkpoint(CheckpointRequest(model=found.path, target=target), options, Console(stderr=True))
 
 
 def _standard_input() -> str:

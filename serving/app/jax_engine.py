@@ -3,7 +3,6 @@
 import jax
 
 from headrace.model.config import ModelConfig
-from headrace.model.load import load_model
 from headrace.model.on_mesh import config_on_mesh
 from headrace.serving.app.build import (
     DEFAULT_MEMORY_FRACTION,
@@ -17,6 +16,7 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.ports import Progress
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_device, find_mesh, platform_of
 from headrace.serving.runner.compile_cache import use_compile_cache
+from headrace.serving.runner.load import load_placed
 from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.runner import JaxRunner
 from headrace.sharding.errors import MeshError
@@ -40,9 +40,7 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
         resolved = _in_memory(options, config, resolved, backend, limit_of(devices))
     elif platform_of(device) != "cpu" and (free := free_bytes(devices)) is not None:
         check_pages(config, resolved.scheduler, backend, limit_bytes=free)
-    model = load_model(
-        options.model, dtype=backend.dtype, progress=lambda done, total: progress("loading weights", done, total)
-    )
+    model = load_placed(options.model, backend, lambda done, total: progress("loading weights", done, total))
     kernels = backend.kernels
     return BuiltEngine(
         runner=JaxRunner(model, resolved.scheduler, backend=backend),

@@ -18,6 +18,7 @@ from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, s
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
 from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.load import PlacedModel, placed
 from headrace.serving.runner.programs import load_program, program_name, read_sampled, step_program
 from headrace.serving.runner.sampling_state import (
     load_scalars,
@@ -26,7 +27,7 @@ from headrace.serving.runner.sampling_state import (
     pack_load,
 )
 from headrace.serving.runner.warmup import Program, compile_programs
-from headrace.serving.runner.weights import place, weight_shapes
+from headrace.serving.runner.weights import weight_shapes
 
 _LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
 
@@ -55,14 +56,14 @@ class JaxRunner:
     """Implements ``engine.ports.Runner``. Not thread safe: one thread dispatches and collects.
 
     Args:
-      model: host weights, of the backend's type; they are placed on its device.
+      model: its weights are in the backend's places.
       config: its buckets are the programs; num_pages the pool.
       backend: device, kernels and types.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: PlacedModel,
         config: SchedulerConfig,
         *,
         backend: Backend = Backend(),
@@ -71,7 +72,7 @@ class JaxRunner:
         self._config = config
         self._backend = backend
         self._vocab_size = model.config.vocab_size
-        self._weights = place(model.weights, self._model_config, backend)
+        self._weights = model.weights
         self._pool = make_pool(self._model_config, config, backend)
         self._state = make_state(self._model_config, config, backend)
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
@@ -81,6 +82,11 @@ class JaxRunner:
         self._compile_log = CompileLog()
         # JAX keeps its listeners: the log of a runner that is gone would report the compiles of the next one.
         self._stop_log = weakref.finalize(self, self._compile_log.close)
+
+    @classmethod
+    def of_host(cls, model: LoadedModel, config: SchedulerConfig, *, backend: Backend = Backend()) -> "JaxRunner":
+        """With weights that are on the host, in the backend's type: for tests and measurements."""
+        return cls(placed(model, backend), config, backend=backend)
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
         """Compile every program and run each once, on padding. See ``ports.Runner``.

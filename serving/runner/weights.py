@@ -1,16 +1,15 @@
-"""Weights on their way to the devices: layers as they come, or each kind stacked over all layers."""
+"""Where weights lie on the devices: layers as they come, or each kind stacked over all layers."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from headrace.model.config import ModelConfig
-from headrace.model.on_mesh import partitions, repeated_heads
+from headrace.model.on_mesh import partitions
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import Chip
@@ -22,8 +21,10 @@ LANES = 128
 
 
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
-    """Shapes, types and places of the weights as ``place`` leaves them: see stacks. cfg: on the backend's mesh. Raises:
-    MeshError naming a tensor that does not divide."""
+    """Shapes, types and places of the weights as ``placing`` leaves them: see stacks. cfg: on the backend's mesh.
+
+    Raises: MeshError naming a tensor that does not divide.
+    """
     specs, cuts = param_specs(cfg, backend.dtype), partitions(cfg, backend.mesh_shape)
     stage = "stage" if backend.mesh_shape.stage > 1 else None
 
@@ -94,33 +95,3 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
     last = len(x.shape) - 1
     order = (*range(last - 1), last, last - 1) if is_by_columns else tuple(range(last + 1))
     return Layout(order, None if rows == DEFAULT_TILE_ROWS else ((rows, LANES), (2, 1)))
-
-
-def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> Weights[jax.Array]:
-    """Copy host weights to where ``weight_shapes`` says; cfg: on the backend's mesh.
-
-    Layers to be scanned are stacked on the host, one kind of weight at a time: stacked on the device, they would need
-    twice its memory.
-    """
-    specs, shapes = param_specs(cfg, backend.dtype), weight_shapes(cfg, backend)
-
-    def put(shape: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
-        return jax.device_put(x, shape.sharding if shape.format.layout is None else shape.format)
-
-    def put_one(shape: jax.ShapeDtypeStruct, x: np.ndarray, spec: ParamSpec) -> jax.Array:
-        return put(shape, repeated_heads(x, spec))
-
-    if not is_stacked(backend):
-        return jax.tree.map(put_one, shapes, weights, specs)
-    found = shapes.layers if isinstance(shapes.layers, tuple) else (shapes.layers,)
-    layers: tuple[LayerWeights[jax.Array], ...] = tuple(
-        jax.tree.map(
-            lambda shape, spec, *leaves: put(shape, np.stack([repeated_heads(x, spec) for x in leaves])),
-            of,
-            specs.layers[stack[0]],
-            *(weights.layers[index] for index in stack),
-        )
-        for of, stack in zip(found, stacks(cfg, backend), strict=True)
-    )
-    without = (tree.replace(layers=()) for tree in (shapes, weights, specs))
-    return jax.tree.map(put_one, *without).replace(layers=layers[0] if backend.scan_layers else layers)

@@ -70,7 +70,7 @@ CASES = {
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[Case, JaxRunner]]:
     found = CASES[request.param]
     weights = init_weights(TINY, 3, found.backend.dtype)
-    runner = JaxRunner(LoadedModel(config=TINY, weights=weights, model_hash=""), SMALL, backend=found.backend)
+    runner = JaxRunner.of_host(LoadedModel(config=TINY, weights=weights, model_hash=""), SMALL, backend=found.backend)
     runner.warm_up(lambda *_: None)
     yield found, runner
     runner.close()
@@ -134,7 +134,7 @@ def test_kernels_that_cannot_run_a_program_end_the_start_by_name(monkeypatch: py
 
     monkeypatch.setattr("headrace.pallas_kernels.api._kernel", refusing)
     kernels = Kernels(implementation=Implementation.GPU, chip="h100", interpret=True, blocks=("planted",))
-    runner = JaxRunner(tiny_model(), SMALL, backend=Backend(kernels=kernels))
+    runner = JaxRunner.of_host(tiny_model(), SMALL, backend=Backend(kernels=kernels))
     words = "--attention gpu cannot run the program (decode|mixed)-4.*: pages of 4 tokens; .*--attention reference"
     with pytest.raises(ConfigError, match=words):
         runner.warm_up(lambda *_: None)
@@ -148,7 +148,7 @@ from headrace.serving.runner.runner import JaxRunner
 from tests.serving.runner.plans import CONFIG, greedy_ids, ids_of, prompt, request, serve, tiny_model
 
 _, second = jax.devices()
-runner = JaxRunner(tiny_model(), CONFIG, backend=Backend(device=second))
+runner = JaxRunner.of_host(tiny_model(), CONFIG, backend=Backend(device=second))
 runner.warm_up(lambda *_: None)
 events = serve(runner, CONFIG, [request(1, prompt(1, 9), max_tokens=3)])
 runner.poison_pages([7])

@@ -40,7 +40,7 @@ def model(cfg: ModelConfig) -> LoadedModel:
 )
 def test_greedy_ids_are_the_oracles(cfg: ModelConfig, scan: bool) -> None:
     loaded = model(cfg)
-    runner = JaxRunner(loaded, SMALL, backend=Backend(scan_layers=scan))
+    runner = JaxRunner.of_host(loaded, SMALL, backend=Backend(scan_layers=scan))
     runner.warm_up(lambda *_: None)
     runner.poison_pages(range(1, SMALL.num_pages))
     events = serve(runner, SMALL, [request(n, ids, max_tokens=6) for n, ids in enumerate(PROMPTS)])

@@ -106,7 +106,7 @@ def test_the_pool_and_weights_that_a_runner_holds_are_the_predicted_ones() -> No
     for name in BACKENDS:
         memory, backend = memory_of(name), BACKENDS[name]
         model = LoadedModel(config=UNTIED, weights=init_weights(UNTIED, 1, backend.dtype), model_hash="")
-        runner = JaxRunner(model, replace(CONFIG, num_pages=memory.num_pages), backend=backend)
+        runner = JaxRunner.of_host(model, replace(CONFIG, num_pages=memory.num_pages), backend=backend)
         assert sum(x.nbytes for x in jax.tree.leaves(runner._pool)) == memory.num_pages * memory.page_bytes
         assert sum(x.nbytes for x in jax.tree.leaves(runner._weights)) == memory.weights_bytes
         assert sum(x.nbytes for x in jax.tree.leaves(runner._state)) == memory.state_bytes

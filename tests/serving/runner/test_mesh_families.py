@@ -50,7 +50,7 @@ def model_of(name: str, folder: Path) -> LoadedModel:
 )
 def test_the_next_tokens_are_as_likely_as_transformers_says(name: str, mesh: str, scan: bool, tmp_path: Path) -> None:
     backend = Backend(device=CPU, mesh=find_mesh(CPU, parse_mesh(mesh)), scan_layers=scan)
-    runner = JaxRunner(model_of(name, tmp_path), SMALL, backend=backend)
+    runner = JaxRunner.of_host(model_of(name, tmp_path), SMALL, backend=backend)
     runner.warm_up(lambda *_: None)
     ids, logits = tuple(record(name)["ids"]), np.array(record(name)["logits"])
     asks = SamplingParams(temperature=0.0, num_logprobs=20)

@@ -83,7 +83,7 @@ def config_of(mesh: str) -> SchedulerConfig:
 def answers(case: Case) -> dict[int, list[TokenEvent]]:
     """Four requests of different kinds, in chunks and batches."""
     model, config = LoadedModel(config=case.cfg, weights=init_weights(case.cfg, 3), model_hash=""), config_of(case.mesh)
-    runner = JaxRunner(model, config, backend=backend_of(case.mesh, scan=case.scan))
+    runner = JaxRunner.of_host(model, config, backend=backend_of(case.mesh, scan=case.scan))
     runner.warm_up(lambda *_: None)
     runner.poison_pages([page for page in range(config.num_lanes * config.num_pages) if page % config.num_pages])
     requests = [request(n, ids, asks) for n, (ids, asks) in enumerate(zip(PROMPTS, ASKS, strict=True))]

@@ -17,8 +17,9 @@ from headrace.pallas_kernels.chips import CHIPS, Chip
 from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.placing import place
 from headrace.serving.runner.programs import step_program
-from headrace.serving.runner.weights import laid_out, layout_of, place, weight_shapes
+from headrace.serving.runner.weights import laid_out, layout_of, weight_shapes
 from headrace.sharding.mesh import make_mesh
 from headrace.sharding.mesh_shape import MeshShape
 from tests.model.tiny import GPT_OSS_TINY, TINY
