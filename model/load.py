@@ -14,8 +14,9 @@ from headrace.model.directory import ModelDirectory
 from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import read_gguf
 from headrace.model.gguf_tensors import GGUFSource
+from headrace.model.int8_weights import quantize_channels
 from headrace.model.safetensors_files import SafetensorsSource
-from headrace.model.specs import param_specs
+from headrace.model.specs import WeightScheme, param_specs
 from headrace.model.weight_files import Progress, WeightFiles
 from headrace.model.weights import Weights
 
@@ -31,34 +32,43 @@ class LoadedModel:
     digests: Mapping[str, str] = field(default_factory=dict)
 
 
-def open_weights(path: str | os.PathLike[str], *, dtype: np.dtype | type = np.float32) -> WeightFiles:
+def open_weights(
+    path: str | os.PathLike[str], *, dtype: np.dtype | type = np.float32, scheme: WeightScheme = WeightScheme.NATIVE
+) -> WeightFiles:
     """The weights of a GGUF file, or of a directory with config.json and safetensors; only headers are read.
 
     Raises: ModelFileError, which names the file, and the tensor where one is at fault.
     """
     if is_gguf(path):
         header = read_gguf(path)
-        return WeightFiles(config_from_gguf(header), GGUFSource(header), np.dtype(dtype))
+        return WeightFiles(config_from_gguf(header), GGUFSource(header), np.dtype(dtype), scheme)
     directory = ModelDirectory(path)
     if read_manifest(directory) is not None:
         raise ModelFileError(path, "a checkpoint, which goes to devices only; give the files it was made from")
-    return WeightFiles(config_from_directory(directory), SafetensorsSource(directory), np.dtype(dtype))
+    return WeightFiles(config_from_directory(directory), SafetensorsSource(directory), np.dtype(dtype), scheme)
 
 
 def load_model(
-    path: str | os.PathLike[str], *, dtype: np.dtype | type = np.float32, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: np.dtype | type = np.float32,
+    scheme: WeightScheme = WeightScheme.NATIVE,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """All of a model on the host; what is served is placed weight by weight instead (serving/runner/load.py).
 
     Args:
       path: a GGUF file, or a directory with config.json and safetensors.
-      dtype: of the matrices in memory, float32 or bfloat16 (vectors are float32).
+      dtype: of the matrices in memory, float32 or bfloat16 (vectors are float32). scheme: see WeightScheme.
       progress: called after each tensor.
     Raises: ModelFileError, which names the file, and the tensor where one is at fault: missing, extra, of the wrong
       shape or an unsupported type, not finite.
     """
-    files = open_weights(path, dtype=dtype)
-    arrays = [array for _, array in files.stream(list(files.specs), progress)]
+    files = open_weights(path, dtype=dtype, scheme=scheme)
+    arrays = [
+        quantize_channels(spec, array) if spec.is_quantized else array
+        for spec, array in files.stream(list(files.specs), progress)
+    ]
     treedef = jax.tree.structure(param_specs(files.config, dtype))
     return LoadedModel(
         config=files.config,

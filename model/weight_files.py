@@ -21,7 +21,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.errors import ModelFileError
 from headrace.model.families import family_named
 from headrace.model.family import FileFormat
-from headrace.model.specs import ParamSpec, param_specs
+from headrace.model.specs import ParamSpec, WeightScheme, param_specs
 from headrace.model.tensor_source import (
     StoredTensor,
     TensorSource,
@@ -50,13 +50,16 @@ class WeightFiles:
     """Weights that are all there in the right shapes, none of them read yet.
 
     config: of the model. specs: by name, in the order of ``Weights``. dtype: of the matrices in memory, float32 or
-    bfloat16 (vectors are float32).
+    bfloat16 (vectors are float32). scheme: matrices that are to be quantized come in float32.
     Raises: ModelFileError, which names the file and the tensor that is missing, extra or of the wrong shape.
     """
 
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: np.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, dtype: np.dtype, scheme: WeightScheme = WeightScheme.NATIVE
+    ) -> None:
         self.config = config
-        self.specs: Mapping[str, ParamSpec] = {spec.name: spec for spec in jax.tree.leaves(param_specs(config, dtype))}
+        specs = jax.tree.leaves(param_specs(config, dtype, scheme))
+        self.specs: Mapping[str, ParamSpec] = {spec.name: spec for spec in specs}
         self._source = source
         self._pieces = {name: _pieces(spec, source) for name, spec in self.specs.items()}
         used = {name for spec in self.specs.values() for name in _names(spec, source.format)}
@@ -77,7 +80,7 @@ class WeightFiles:
         total, done = sum(map(self.stored_bytes, names)), 0
         with ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
             try:
-                sizes = [self.specs[name].num_bytes for name in names]
+                sizes = [self.specs[name].read_bytes for name in names]
                 arrays = ahead([functools.partial(self._start, name, pool) for name in names], sizes)
                 for name in names:
                     yield self.specs[name], next(arrays)
@@ -103,7 +106,7 @@ class WeightFiles:
 
     def _start(self, name: str, pool: ThreadPoolExecutor) -> "_Reading":
         spec, pieces = self.specs[name], self._pieces[name]
-        out = np.empty(spec.shape, spec.dtype)
+        out = np.empty(spec.shape, spec.read_dtype)
         windows = out if spec.num_experts is not None else [out]
         jobs = [pool.submit(self._read, spec, tensor, window) for tensor, window in zip(pieces, windows, strict=True)]
         return _Reading(out, jobs, functools.partial(self._leaves.__setitem__, name))
@@ -218,7 +221,7 @@ def arrange(spec: ParamSpec, values: np.ndarray, out: np.ndarray, *, interleaved
     """Write a stored tensor in the layout and type of its spec.
 
     Args:
-      values: as stored, of one expert where the spec has many. out: [spec.piece_shape], of spec.dtype.
+      values: as stored, of one expert where the spec has many. out: [spec.piece_shape], of spec.read_dtype.
       interleaved_rotary: rows of rotated heads lie in llama.cpp's order, in which the two halves of a head alternate;
         they are put back into halves.
     Source: the permutation of convert_hf_to_gguf.py in ggml-org/llama.cpp (LlamaModel.permute).

@@ -16,6 +16,7 @@ TESTS = (
     "tests/serving/runner/test_families.py",
     "tests/e2e/test_mesh.py",
     "tests/serving/runner/test_checkpoint.py",
+    "tests/serving/runner/test_int8_steps.py",
 )
 
 

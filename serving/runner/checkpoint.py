@@ -136,7 +136,7 @@ class CheckpointWeights:
         if not is_as_stored or target.sharding is None:
             host = self._read(name, None)
             self._compare(name, host)
-            return put(served_form(host.astype(one.spec.dtype, copy=False), one.spec), target), True
+            return put(served_form(host.astype(one.spec.read_dtype, copy=False), one.spec), target), True
         place = _without_stack(target, weight.shape, dtype)
         array = self._read(name, place)
         is_whole = array.is_fully_addressable

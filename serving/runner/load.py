@@ -42,7 +42,7 @@ def load_placed(path: str | os.PathLike[str], backend: Backend, progress: Progre
         placement = Placement(config_on_mesh(stored.config, backend.mesh_shape), backend)
         weights = placement.fill(stored.stream(placement.wanted, progress))
         return PlacedModel(config=stored.config, weights=weights, model_hash=stored.model_hash, digests=stored.digests)
-    files = open_weights(path, dtype=backend.dtype)
+    files = open_weights(path, dtype=backend.dtype, scheme=backend.weights)
     placement = Placement(config_on_mesh(files.config, backend.mesh_shape), backend)
     wanted = placement.wanted
     stream = files.stream([one.spec.name for one in wanted], progress)

@@ -20,9 +20,11 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from headrace.model.config import ModelConfig
+from headrace.model.int8_weights import quantize_channels
 from headrace.model.on_mesh import repeated_heads
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import GroupQuant
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.weights import is_stacked, stacks, weight_shapes
 
@@ -66,10 +68,12 @@ class Placement:
         return weights
 
 
-def served_form(x: np.ndarray, spec: ParamSpec) -> Any:
+def served_form(x: np.ndarray | GroupQuant, spec: ParamSpec) -> Any:
     """What one weight becomes on its way to the devices, on the host: an array, or a pytree of them as the shapes of
-    ``weight_shapes`` have it. x: as its file's configuration has it. spec: of a configuration on the mesh."""
-    return repeated_heads(x, spec)
+    ``weight_shapes`` have it. x: as its file's configuration has it, quantized or not yet. spec: of a configuration on
+    the mesh."""
+    served = quantize_channels(spec, x) if spec.is_quantized and isinstance(x, np.ndarray) else x
+    return jax.tree.map(lambda part: repeated_heads(part, spec), served)
 
 
 def put(x: Any, target: Any) -> Any:
@@ -88,10 +92,10 @@ def put(x: Any, target: Any) -> Any:
 def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> Weights[jax.Array]:
     """Host weights to where ``weight_shapes`` says; cfg: on the backend's mesh."""
     placement = Placement(cfg, backend)
-    by_name = dict(zip(_names(cfg), jax.tree.leaves(weights), strict=True))
-    return placement.fill(
-        put(served_form(np.asarray(by_name[one.spec.name]), one.spec), one.target) for one in placement.wanted
-    )
+    specs, treedef = jax.tree.flatten(param_specs(cfg))
+    by_name = {spec.name: x for spec, x in zip(specs, treedef.flatten_up_to(weights), strict=True)}
+    hosts = ((one, jax.tree.map(np.asarray, by_name[one.spec.name])) for one in placement.wanted)
+    return placement.fill(put(served_form(x, one.spec), one.target) for one, x in hosts)
 
 
 def from_host(wanted: Iterable[Wanted], stream: Iterator[tuple[ParamSpec, np.ndarray]]) -> Iterator[Any]:
@@ -210,13 +214,9 @@ def _local_rows(place: jax.ShapeDtypeStruct) -> int:
     return place.shape[0] if place.sharding is None else place.sharding.shard_shape(place.shape)[0]
 
 
-def _names(cfg: ModelConfig) -> list[str]:
-    return [spec.name for spec in jax.tree.leaves(param_specs(cfg))]
-
-
 def _sources(cfg: ModelConfig, backend: Backend) -> Weights[Sources]:
     """The weights of each placed leaf."""
-    specs, are_stacks = param_specs(cfg, backend.dtype), is_stacked(backend)
+    specs, are_stacks = param_specs(cfg, backend.dtype, backend.weights), is_stacked(backend)
     placed = tuple(
         jax.tree.map(lambda *of: Sources(of, is_stack=are_stacks), *(specs.layers[index] for index in stack))
         for stack in stacks(cfg, backend)

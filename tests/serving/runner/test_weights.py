@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from headrace.model.init import init_weights
 from headrace.model.on_mesh import config_on_mesh
+from headrace.model.specs import WeightScheme
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.chips import CHIPS, Chip
 from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
@@ -65,6 +66,20 @@ def test_experts_lie_in_xlas_own_tiles_which_their_kernel_takes() -> None:
     layers = laid_out(weight_shapes(GPT_OSS_TINY, backend), CHIPS["tpu7x"]).layers
     assert {x.format.layout for x in (layers.gate_EDF, layers.down_EFD, layers.gate_bias_EF)} == {None}
     assert layers.o_XD.format.layout == Layout((0, 1, 2), ((16, 128), (2, 1)))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_int8_lies_by_rows_on_every_tpu(chip: str) -> None:
+    backend = Backend(device=CPU, dtype=np.dtype(jnp.bfloat16), weights=WeightScheme.INT8, scan_layers=True)
+    for cfg, names in ((TINY, ("q_DX", "o_XD", "down_FD")), (GPT_OSS_TINY, ("k_DY", "gate_EDF"))):
+        tree = laid_out(weight_shapes(cfg, backend), CHIPS[chip])
+        for name in names:
+            leaf = getattr(tree.layers, name)
+            rank = len(leaf.shape)
+            assert leaf.values_KN.format.layout == Layout(tuple(range(rank))) and leaf.scale_GN.format.layout is None
+            assert (leaf.values_KN.dtype, leaf.scale_GN.dtype, leaf.dtype) == (np.int8, np.float32, jnp.bfloat16)
+            assert leaf.scale_GN.shape == (*leaf.shape[:-2], 1, leaf.shape[-1]) and rank > 2
+        assert tree.embed_VD.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("scan", [False, True])
