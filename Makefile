@@ -20,7 +20,7 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load faults cases start bench mesh int8
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8
 STRICT := core engine edge
 
 .DEFAULT_GOAL := help
@@ -77,7 +77,7 @@ checks:
 
 $(CHECKS:%=check-%): check-%: venv-dev
 	@mkdir -p evidence
-	$(BIN)/python -m scripts.check_$* --out evidence/$*.json
+	$(BIN)/python -m scripts.check_$(subst -,_,$*) --out evidence/$*.json
 
 clean:
 	rm -rf .typecheck .mypy_cache .ruff_cache .pytest_cache

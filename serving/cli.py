@@ -104,8 +104,8 @@ def _compute_options() -> tuple[Callable[..., Any], ...]:
         ),
         compute(
             "--mesh",
-            help="Devices along each axis, such as tensor=4, or a .toml file with a table [mesh]; tensor cuts the "
-            "model over as many devices.  [default: one device]",
+            help="Devices along each axis, such as data=2,tensor=4, or a .toml file with a table [mesh]: tensor cuts "
+            "heads, widths and vocabulary, expert experts, stage layers; data copies the model.  [default: one device]",
         ),
         compute(
             "--attention",

@@ -52,12 +52,12 @@ class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
     model: path of a .gguf file or a model directory. device, attention, dtype, weights, kv_dtype: see DEVICES and the
-    others. mesh: such as "tensor=4", or a .toml file; None = one device.
-    page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV pool, one at most; None
-    = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for num_slots full contexts, at most
-    DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens of a step, a multiple of
-    page_size. compile_cache: directory of compiled programs; None = none. interpret: tests only, no command-line option
-    leads here: kernels run in Pallas's plain interpreter, on any device.
+    others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes together; each gets
+    its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV
+    pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
+    num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
+    of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. interpret: tests
+    only, no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
     """
 
     model: str
@@ -94,8 +94,8 @@ class ResolvedEngine:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the pool, null page included."""
-        return self.kv_bytes_per_token * self.scheduler.page_size * self.scheduler.num_pages
+        """Of the pools of all lanes, null pages included."""
+        return self.kv_bytes_per_token * self.scheduler.page_size * self.scheduler.num_pages * self.scheduler.num_lanes
 
     def in_memory(self, memory: DeviceMemory) -> "ResolvedEngine":
         """The same with as many pages as fit. Raises: ConfigError where none does."""
@@ -150,16 +150,19 @@ def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat(
             f"chunk_tokens {options.chunk_tokens} must be a multiple of page_size {page_size}; try {near}"
         )
     block = query_block(page_size, options.chunk_tokens)
+    lanes = mesh_shape(options).data
+    slots = -(-options.num_slots // lanes)
     per_token = kv.token_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-    wanted = 1 + options.num_slots * -(-context // page_size)
+    wanted = 1 + slots * -(-context // page_size)
     scheduler = SchedulerConfig(
-        num_slots=options.num_slots,
+        num_lanes=lanes,
+        num_slots=slots,
         page_size=page_size,
         num_pages=_num_pages(options, wanted, per_token * page_size),
         max_context=context,
         chunk_tokens=options.chunk_tokens,
         block_tokens=block,
-        decode_rows=ladder(1, options.num_slots),
+        decode_rows=ladder(1, slots),
         prefill_tokens=ladder(block, options.chunk_tokens),
         max_queued_requests=options.max_queued_requests,
         max_queued_prompt_tokens=options.max_queued_prompt_tokens,

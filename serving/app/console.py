@@ -134,9 +134,12 @@ def _wishes_text(engine: EngineOptions) -> str:
 
 def _memory_rows(model: ModelConfig, ready: Ready) -> tuple[tuple[str, str], ...]:
     kv, pages = KVFormat(dtype=ready.kv_dtype), ready.num_pages - 1
-    tokens = pages * ready.page_size
+    tokens = ready.num_lanes * pages * ready.page_size
     per_stream = min(pages // ready.num_slots * ready.page_size, ready.max_context)
     contexts = pages / -(-ready.max_context // ready.page_size)
+    lanes, null = "", "null page"
+    if ready.num_lanes > 1:
+        lanes, null = f"{ready.num_lanes} lanes × ", "null pages"
     head = f"{model.head_dim} × {kv.item_bytes}"
     head = f"({head} + {kv.scale_bytes} for its factor)" if kv.scale_bytes else head
     return (
@@ -148,13 +151,13 @@ def _memory_rows(model: ModelConfig, ready: Ready) -> tuple[tuple[str, str], ...
         *(() if ready.memory is None else (("memory", _memory_text(ready.memory)),)),
         (
             "KV pool",
-            f"{pages:,} pages × {ready.page_size} tokens = {tokens:,} tokens, {ready.kv_bytes / 1e6:,.0f} MB "
-            f"with the null page",
+            f"{lanes}{pages:,} pages × {ready.page_size} tokens = {tokens:,} tokens, {ready.kv_bytes / 1e6:,.0f} MB "
+            f"with the {null}",
         ),
         (
             "fits",
             f"{contexts:.1f} streams of the whole context ({ready.max_context:,} tokens), or "
-            f"{ready.num_slots} streams of {per_stream:,} tokens each",
+            f"{ready.num_slots} streams of {per_stream:,} tokens each{' in a lane' * (ready.num_lanes > 1)}",
         ),
     )
 

@@ -156,6 +156,7 @@ def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], sec
         kv_bytes=built.resolved.kv_bytes,
         memory=built.resolved.memory,
         warmup_seconds=seconds,
+        num_lanes=config.num_lanes,
     )
 
 

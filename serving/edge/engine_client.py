@@ -130,7 +130,8 @@ class EngineClient:
     @property
     def queue_depth(self) -> int:
         """Requests in flight beyond the rows of a step: those that wait."""
-        slots = 0 if self._ready_info is None else self._ready_info.num_slots
+        ready = self._ready_info
+        slots = 0 if ready is None else ready.num_lanes * ready.num_slots
         return max(0, len(self._sinks) - slots)
 
     @property

@@ -201,7 +201,7 @@ class Metrics(Collector):
             info = GaugeMetricFamily(
                 "cache_config_info", "Sizes of the cache.", labels=("block_size", "num_gpu_blocks")
             )
-            info.add_metric((str(ready.page_size), str(ready.num_pages)), 1)
+            info.add_metric((str(ready.page_size), str(ready.num_lanes * ready.num_pages)), 1)
             yield info, True
 
     def _prefixed(self, metric: Metric, prefix: str) -> Metric:

@@ -49,8 +49,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
     device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
-    of weights and products. weights: how the matrices of products lie in memory. kv_dtype: of pages. kv_bytes: of the
-    pool, null page included. memory: what the number of pages comes from, on each device; None where it was given.
+    of weights and products. weights: how the matrices of products lie in memory. kv_dtype: of pages. kv_bytes: of all
+    pools, null pages included. memory: what the number of pages comes from, on each device; None where it was given.
+    num_pages, num_slots: of each of num_lanes.
     """
 
     model_hash: str
@@ -70,6 +71,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     kv_bytes: int
     memory: DeviceMemory | None
     warmup_seconds: float
+    num_lanes: int = 1
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):

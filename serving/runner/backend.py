@@ -5,6 +5,7 @@ what to do; nothing else is taken in its place.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -89,8 +90,17 @@ class Backend:
         if self.mesh is None:
             return ONE_DEVICE
         sizes = self.mesh_shape
+
+        def along(*names: str) -> MeshAxis:
+            used = tuple(name for name in names if sizes.sizes[name] > 1)
+            return MeshAxis(names=used, size=math.prod(sizes.sizes[name] for name in used))
+
         return Shards(
-            tensor=MeshAxis(name="tensor", size=sizes.tensor), expert=MeshAxis(name="expert", size=sizes.expert)
+            tensor=along("tensor"),
+            expert=along("expert"),
+            stage=along("stage"),
+            vocabulary=along("stage", "tensor"),
+            data=along("data"),
         )
 
     def sharding(self, spec: PartitionSpec | None = None) -> Sharding | None:
@@ -173,9 +183,6 @@ def find_mesh(first: jax.Device, shape: MeshShape, devices: Sequence[jax.Device]
     """
     if shape.num_devices == 1:
         return None
-    for axis in ("data", "stage"):
-        if shape.sizes[axis] > 1:
-            raise ConfigError(f"--mesh {shape}: axis {axis} is not served yet; tensor and expert are")
     try:
         return make_mesh(shape, jax.devices(first.platform) if devices is None else devices)
     except MeshError as error:

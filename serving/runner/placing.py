@@ -23,10 +23,10 @@ from headrace.model.config import ModelConfig
 from headrace.model.int8_weights import quantize_channels
 from headrace.model.on_mesh import repeated_heads
 from headrace.model.specs import ParamSpec, param_specs
-from headrace.model.weights import LayerWeights, Weights
+from headrace.model.weights import Weights
 from headrace.pallas_kernels.types import GroupQuant
 from headrace.serving.runner.backend import Backend
-from headrace.serving.runner.weights import weight_shapes
+from headrace.serving.runner.weights import is_stacked, stacks, weight_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,7 @@ class Placement:
 
     def __init__(self, cfg: ModelConfig, backend: Backend) -> None:
         shapes = weight_shapes(cfg, backend)
-        sources = _sources(param_specs(cfg, backend.dtype, backend.weights), shapes.layers)
-        leaves, self._treedef = jax.tree.flatten(sources)
+        leaves, self._treedef = jax.tree.flatten(_sources(cfg, backend))
         targets = self._treedef.flatten_up_to(shapes)
         self._leaves = [Leaf(of, target) for of, target in zip(leaves, targets, strict=True)]
 
@@ -215,22 +214,15 @@ def _local_rows(place: jax.ShapeDtypeStruct) -> int:
     return place.shape[0] if place.sharding is None else place.sharding.shard_shape(place.shape)[0]
 
 
-def _sources(specs: Weights[ParamSpec], layers: Any) -> Weights[Sources]:
-    """The weights of each placed leaf. layers: of the placed weights, one tree where they are scanned."""
-
-    def stacked(*of: ParamSpec) -> Sources:
-        return Sources(of, is_stack=True)
-
-    placed: Any
-    if isinstance(layers, LayerWeights):
-        placed = jax.tree.map(stacked, *specs.layers)
-    elif len(layers) < len(specs.layers):
-        each = len(layers)
-        placed = tuple(jax.tree.map(stacked, *specs.layers[first::each]) for first in range(each))
-    else:
-        placed = jax.tree.map(_alone, specs.layers)
-    rest: Weights[Sources] = jax.tree.map(_alone, specs.replace(layers=()))
-    return rest.replace(layers=placed)
+def _sources(cfg: ModelConfig, backend: Backend) -> Weights[Sources]:
+    """The weights of each placed leaf."""
+    specs, are_stacks = param_specs(cfg, backend.dtype, backend.weights), is_stacked(backend)
+    placed = tuple(
+        jax.tree.map(lambda *of: Sources(of, is_stack=are_stacks), *(specs.layers[index] for index in stack))
+        for stack in stacks(cfg, backend)
+    )
+    rest: Weights[Any] = jax.tree.map(_alone, specs.replace(layers=()))
+    return rest.replace(layers=placed[0] if backend.scan_layers else placed)
 
 
 def _alone(spec: ParamSpec) -> Sources:

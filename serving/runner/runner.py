@@ -19,7 +19,7 @@ from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.load import PlacedModel, placed
-from headrace.serving.runner.programs import program_name, read_sampled, step_program
+from headrace.serving.runner.programs import load_program, program_name, read_sampled, step_program
 from headrace.serving.runner.sampling_state import (
     load_scalars,
     load_with_rows,
@@ -41,15 +41,15 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTicket:
-    """A step in flight. order: plan indexes of its decode rows. decode, prefill: wanted logprobs by plan index."""
+    """A step in flight. rows: of packed, of decode rows and then segments as the plan has them. decode, prefill: wanted
+    logprobs."""
 
     step_id: int
     packed: jax.Array
-    order: tuple[int, ...]
+    rows: tuple[int, ...]
     decode: tuple[int | None, ...]
     prefill: tuple[int | None, ...]
     samples: tuple[bool, ...]
-    first_segment: int
 
 
 class JaxRunner:
@@ -117,7 +117,8 @@ class JaxRunner:
             if tenant is None or tenant.slot != row.slot:
                 raise InvariantError(f"step {plan.step_id}: {row.slot} was not loaded")
         packed = layout.pack(plan, {slot: tenant.min_tokens for slot, tenant in tenants.items()})
-        loads = [pack_load(load, self._config.num_slots, self._vocab_size) for load in plan.loads]
+        config = self._config
+        loads = [pack_load(load, config.num_slots, self._vocab_size, config.num_lanes) for load in plan.loads]
         self._tenants = tenants
         for load in loads:
             if load.rows is None:
@@ -129,11 +130,10 @@ class JaxRunner:
         ticket = StepTicket(
             step_id=plan.step_id,
             packed=result,
-            order=packed.order,
+            rows=packed.rows,
             decode=tuple(tenants[row.slot.slot].num_logprobs for row in plan.decode),
             prefill=tuple(tenants[segment.slot.slot].num_logprobs for segment in plan.prefill),
             samples=tuple(segment.samples for segment in plan.prefill),
-            first_segment=layout.rows,
         )
         self._in_flight.append(ticket)
         return ticket
@@ -143,14 +143,15 @@ class JaxRunner:
         if not self._in_flight or self._in_flight[0] is not ticket:
             raise InvariantError(f"step {ticket.step_id} is not the oldest in flight")
         oldest = self._in_flight.popleft()
-        rows = np.asarray(oldest.packed)
-        row_of = {index: row for row, index in enumerate(oldest.order)}
+        rows = np.asarray(oldest.packed)[list(oldest.rows)]
+        num_decode = len(oldest.decode)
         decode = tuple(
-            read_sampled(rows[row_of[index]], wanted, self._vocab_size) for index, wanted in enumerate(oldest.decode)
+            read_sampled(row, wanted, self._vocab_size)
+            for row, wanted in zip(rows[:num_decode], oldest.decode, strict=True)
         )
         prefill = tuple(
-            read_sampled(rows[oldest.first_segment + index], wanted, self._vocab_size) if samples else None
-            for index, (wanted, samples) in enumerate(zip(oldest.prefill, oldest.samples, strict=True))
+            read_sampled(row, wanted, self._vocab_size) if samples else None
+            for row, wanted, samples in zip(rows[num_decode:], oldest.prefill, oldest.samples, strict=True)
         )
         return StepResult(step_id=oldest.step_id, decode=decode, prefill=prefill)
 
@@ -173,7 +174,10 @@ class JaxRunner:
             host = np.array(array)
             # All bits set is NaN in every narrow float.
             poison = np.iinfo(host.dtype).max if np.issubdtype(host.dtype, np.integer) else np.nan
-            host.reshape(layers, config.num_pages, -1)[:, list(page_ids)] = poison
+            # Lanes, then layers of all stages, then pages; a page's number counts through the lanes.
+            rows = host.reshape(config.num_lanes, layers, config.num_pages, -1)
+            for page in page_ids:
+                rows[config.lane_of_page(page), :, page % config.num_pages] = poison
             return jax.device_put(host, array.sharding)
 
         self._pool = jax.tree.map(poisoned, self._pool)
@@ -196,13 +200,8 @@ class JaxRunner:
         scalars, *rows = (
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (loads.scalars, *(loads.rows or ()))
         )
-        # What is donated must come back to where it was.
-        places = None if backend.mesh is None else jax.tree.map(lambda x: x.sharding, state)
-        for name, function, arguments in (
-            (_LOAD, load_scalars, (state, scalars)),
-            (_LOAD_ROWS, load_with_rows, (state, scalars, *rows)),
-        ):
-            programs[name] = Program(function=function, donated=(0,), arguments=arguments, results=places)
+        programs[_LOAD] = load_program(load_scalars, backend, (state, scalars))
+        programs[_LOAD_ROWS] = load_program(load_with_rows, backend, (state, scalars, *rows))
         return programs
 
 

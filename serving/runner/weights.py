@@ -1,5 +1,6 @@
 """Where weights lie on the devices: layers as they come, or each kind stacked over all layers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -22,14 +23,17 @@ LANES = 128
 
 
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
-    """Shapes, types and places of the weights as ``placing`` leaves them; layers to be scanned are stacked on a new
-    first axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
+    """Shapes, types and places of the weights as ``placing`` leaves them: see stacks. cfg: on the backend's mesh.
+
+    Raises: MeshError naming a tensor that does not divide.
+    """
     specs, cuts = param_specs(cfg, backend.dtype, backend.weights), partitions(cfg, backend.mesh_shape)
+    stage = "stage" if backend.mesh_shape.stage > 1 else None
 
     def array(
         shape: tuple[int, ...], dtype: np.dtype, cut: PartitionSpec, count: tuple[int, ...]
     ) -> jax.ShapeDtypeStruct:
-        sharding = backend.sharding(PartitionSpec(*(None for _ in count), *cut))
+        sharding = backend.sharding(PartitionSpec(*(stage for _ in count), *cut))
         return jax.ShapeDtypeStruct((*count, *shape), dtype, sharding=sharding)
 
     def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | GroupQuant:
@@ -43,13 +47,30 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
             stands_for=spec.dtype.name,
         )
 
-    if backend.scan_layers:
-        layers: LayerWeights[Any] = jax.tree.map(
-            lambda spec, cut: shape(spec, cut, count=(len(specs.layers),)), specs.layers[0], cuts.layers[0]
+    def layer(stack: tuple[int, ...]) -> LayerWeights[Any]:
+        count = (len(stack),) if is_stacked(backend) else ()
+        found: LayerWeights[Any] = jax.tree.map(
+            functools.partial(shape, count=count), specs.layers[stack[0]], cuts.layers[stack[0]]
         )
-        others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
-        return laid_out(others.replace(layers=layers), backend.chip)
-    return laid_out(jax.tree.map(shape, specs, cuts), backend.chip)
+        return found
+
+    layers = tuple(layer(stack) for stack in stacks(cfg, backend))
+    others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
+    return laid_out(others.replace(layers=layers[0] if backend.scan_layers else layers), backend.chip)
+
+
+def is_stacked(backend: Backend) -> bool:
+    """Whether weights of layers have a new first axis, cut over stages."""
+    return backend.scan_layers or backend.mesh_shape.stage > 1
+
+
+def stacks(cfg: ModelConfig, backend: Backend) -> tuple[tuple[int, ...], ...]:
+    """Which layers lie together in one array of each kind of weight: all, where they are scanned; one from each stage,
+    where they are unrolled over stages; else each alone."""
+    if backend.scan_layers:
+        return (tuple(range(cfg.num_layers)),)
+    each = cfg.num_layers // backend.mesh_shape.stage
+    return tuple(tuple(range(first, cfg.num_layers, each)) for first in range(each))
 
 
 def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:

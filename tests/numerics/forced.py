@@ -85,7 +85,7 @@ class ForcedDecoder:
     def _run(
         self, weights: Weights[Array], pool: KVPool, packed: Array, target_T: Array
     ) -> tuple[KVPool, Array, Array]:
-        fields, layout = self._layout.unpack(packed), self._layout
+        fields, layout = self._layout.unpack(packed[0]), self._layout
         meta = layout.meta(fields)
         position_T = (fields.blk_pos_J[:, None] + jnp.arange(self._config.block_tokens)).reshape(-1)
         inputs = StepInputs(

@@ -104,7 +104,7 @@ def test_the_books_are_checked_when_the_engine_gets_idle() -> None:
 
     def script(edge: FakeEdge) -> None:
         if len(edge.finished) == 1:
-            bench.scheduler.memory.pool.alloc()  # a page that nobody will give back
+            bench.scheduler.lanes[0].memory.pool.alloc()  # a page that nobody will give back
 
     with pytest.raises(InvariantError):
         bench.run(script)

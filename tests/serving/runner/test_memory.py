@@ -1,6 +1,7 @@
 """The memory that is predicted before anything is allocated, against what the compiled programs say they take."""
 
 import functools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -56,7 +57,7 @@ def analysis(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, bucket
         arguments=found.argument_size_in_bytes,
         temporary=found.temp_size_in_bytes,
         results=found.output_size_in_bytes - found.alias_size_in_bytes,
-        packed=4 * layout.size,
+        packed=4 * math.prod(layout.shape),
     )
 
 

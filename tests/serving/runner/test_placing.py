@@ -1,4 +1,4 @@
-"""Weights that go to their devices one at a time are those that were loaded all at once, and never on the host at once."""
+"""Weights that go to their devices one at a time: those of the whole model, which is never on the host."""
 
 import tracemalloc
 from dataclasses import replace
@@ -112,8 +112,8 @@ def test_a_stack_lies_in_the_layout_that_was_asked_for(shape: MeshShape) -> None
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_host_never_holds_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan: bool) -> None:
-    """24 matrices of 1 MiB. NumPy holds two while they are read, and, of layers that are not stacked, the eight that are
-    cut by rows: there the devices use the memory that they were read into."""
+    """24 matrices of 1 MiB. NumPy holds two while they are read, and, of layers that are not stacked, the eight that
+    are cut by rows: there the devices use the memory that they were read into."""
     cfg = replace(TINY, num_layers=8, width=512, ffn_width=512, num_heads=8, num_kv_heads=8, head_dim=2)
     path, backend, calls = write_hf(tmp_path, cfg, init_weights(cfg, 1)), backend_of("tensor=2", scan=scan), []
     monkeypatch.setattr(weight_files, "AHEAD_BYTES", 1 << 20)
