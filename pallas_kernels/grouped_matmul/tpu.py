@@ -59,8 +59,9 @@ def grouped_matmul(
 
     Raises: UnsupportedCase: a quantized weight other than int8 with one scale per column, or blocks beyond VMEM.
     """
+    scale_E1N = _scale(weight, layer)
     weight, experts, first_index = experts_in_place(weight, layer)
-    w_EKN, scale_E1N = _values_and_scale(weight)
+    w_EKN = weight.values_KN if isinstance(weight, GroupQuant) else weight
     rows, contraction = x_MK.shape
     columns = w_EKN.shape[2]
     blocks = block_sizes(rows, w_EKN, group_sizes_G.shape[0], x_MK.dtype, kernels)
@@ -74,7 +75,10 @@ def grouped_matmul(
     ]
     arguments = [x_MK, w_EKN]
     if scale_E1N is not None:
-        in_specs.append(by_expert((1, 1, blocks.columns)))
+        # expert_V counts from the first layer on.
+        in_specs.append(
+            pl.BlockSpec((1, 1, blocks.columns), lambda n, v, of: (lax.rem(of.expert_V[v], jnp.int32(experts)), 0, n))
+        )
         arguments.append(scale_E1N)
     out_MN = pl.pallas_call(
         functools.partial(_visit, loop_rows=blocks.loop_rows),
@@ -96,16 +100,18 @@ def grouped_matmul(
     return out_MN[:rows]
 
 
-def _values_and_scale(weight: jax.Array | GroupQuant) -> tuple[jax.Array, jax.Array | None]:
+def _scale(weight: jax.Array | GroupQuant, layer: jax.Array | int | None) -> jax.Array | None:
+    """Factors [E, 1, N] of one layer. They are small: in place, XLA brings those of all layers into VMEM for each."""
     if not isinstance(weight, GroupQuant):
-        return weight, None
+        return None
     values = weight.values_KN
-    if values.dtype != jnp.int8 or weight.group != values.shape[1] or weight.offset_GN is not None:
+    if values.dtype != jnp.int8 or weight.group != values.shape[-2] or weight.offset_GN is not None:
         affine = "" if weight.offset_GN is None else " with offsets"
         raise UnsupportedCase(
             f"experts of {values.dtype} in groups of {weight.group}{affine}; int8 with one scale per column is there"
         )
-    return values, weight.scale_GN
+    scale = weight.scale_GN
+    return scale if layer is None else lax.dynamic_index_in_dim(scale, layer, 0, keepdims=False)
 
 
 def _visit(visits: Visits, x_ref: jax.Ref, w_ref: jax.Ref, *refs: jax.Ref, loop_rows: int) -> None:
