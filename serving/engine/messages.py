@@ -48,7 +48,8 @@ class ProgramInfo(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
-    device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
+    device: platform and kind. mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank:
+    which of them this is. attention: whose kernels run. dtype:
     of weights and products. kv_dtype: of pages. kv_bytes: of the pool, null page included. memory: what the number of
     pages comes from, on each device; None where it was given.
     """
@@ -69,6 +70,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     kv_bytes: int
     memory: DeviceMemory | None
     warmup_seconds: float
+    hosts: int = 1
+    rank: int = 0
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -114,7 +117,11 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
+class Ended(msgspec.Struct, tag="ended", frozen=True):
+    """A rank above 0 ends because rank 0 has drained: an end that was asked for."""
+
+
 ToEngine = Submit | Cancel | Drain | Probe
-ToEdge = Starting | Ready | Step | Refused | Stats | Failed
+ToEdge = Starting | Ready | Step | Refused | Stats | Failed | Ended
 
 MAX_FRAME_BYTES = 64 << 20

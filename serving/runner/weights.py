@@ -82,7 +82,11 @@ def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> W
     specs, shapes = param_specs(cfg, backend.dtype), weight_shapes(cfg, backend)
 
     def put(shape: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
-        return jax.device_put(x, shape.sharding if shape.format.layout is None else shape.format)
+        where = shape.sharding if shape.format.layout is None else shape.format
+        if shape.sharding is None or shape.sharding.is_fully_addressable:
+            return jax.device_put(x, where)
+        # Every host has the whole array. device_put would compare it with the others' over the network.
+        return jax.make_array_from_callback(x.shape, where, lambda index: x[index], dtype=x.dtype)
 
     def put_one(shape: jax.ShapeDtypeStruct, x: np.ndarray, spec: ParamSpec) -> jax.Array:
         return put(shape, repeated_heads(x, spec))
