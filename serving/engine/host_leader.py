@@ -121,6 +121,8 @@ class Leader:
         self._end(End(None))
         for thread in self._readers:
             thread.join(FAREWELL_S / len(self._readers))
+        for link in self._links.values():
+            link.close()
 
     def _end(self, message: End) -> None:
         self._has_ended = True

@@ -26,6 +26,7 @@ from headrace.serving.engine.host_messages import (
     format_address,
     parse_address,
 )
+from headrace.serving.engine.host_watch import HostLimits
 from headrace.serving.engine.link import EngineLink, FrameDecoder, LinkError, encode_frame
 from headrace.serving.engine.ports import Clock, Progress
 
@@ -35,6 +36,7 @@ HELLO_S = 10.0
 """A connection that has not said hello for so long is closed."""
 MAX_STRANGERS = 64
 """Connections that have not said hello; one more closes the oldest."""
+BACKLOG = 128
 TICK_S = 0.5
 CONNECT_S = 5.0
 RETRY_S = 0.5
@@ -194,7 +196,7 @@ def listen(coordinator: str) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
-            sock.listen(MAX_STRANGERS)
+            sock.listen(BACKLOG)
         except BaseException:
             sock.close()
             raise
@@ -215,7 +217,14 @@ def free_port(host: str) -> int:
         return port
 
 
-def lead(place: HostPlace, facts: Facts, clock: Clock, on_lost: Callable[[str], None], progress: Progress) -> Leader:
+def lead(
+    place: HostPlace,
+    facts: Facts,
+    clock: Clock,
+    on_lost: Callable[[str], None],
+    progress: Progress,
+    limits: HostLimits | None = None,
+) -> Leader:
     """Rank 0: wait for all the others and welcome them. Raises: HostsError."""
     joined = Gathering(place, facts, clock).run(progress)
     host, _ = parse_address(place.coordinator)
@@ -225,13 +234,19 @@ def lead(place: HostPlace, facts: Facts, clock: Clock, on_lost: Callable[[str], 
         format_address(host, free_port(host)),
         clock=clock,
         on_lost=on_lost,
+        limits=limits,
     )
     leader.start()
     return leader
 
 
 def join(
-    place: HostPlace, facts: Facts, clock: Clock, on_end: Callable[[str | None], None], progress: Progress
+    place: HostPlace,
+    facts: Facts,
+    clock: Clock,
+    on_end: Callable[[str | None], None],
+    progress: Progress,
+    limits: HostLimits | None = None,
 ) -> Follower:
     """Another rank: find rank 0, which may not be there yet, and be welcomed. Raises: HostsError."""
     address = parse_address(place.coordinator)
@@ -247,7 +262,7 @@ def join(
             continue
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = EngineLink(sock, peer="rank 0")
-        follower = Follower(link, place.rank, place.num_hosts, clock=clock, on_end=on_end)
+        follower = Follower(link, place.rank, place.num_hosts, clock=clock, on_end=on_end, limits=limits)
         progress(f"waiting for the other hosts at {place.coordinator}", 0, 1)
         try:
             if follower.join(facts, place.join_s + WELCOME_MARGIN_S):
