@@ -20,7 +20,7 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load faults cases start bench mesh
+CHECKS := golden metamorphic interpret load faults cases start bench mesh hosts
 STRICT := core engine edge
 
 .DEFAULT_GOAL := help

@@ -1,7 +1,6 @@
 """Real ``headrace serve`` processes that serve one model together."""
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,11 @@ CONFIG = replace(
     TINY, vocab_size=260, num_layers=1, width=32, ffn_width=64, max_context=1024, bos_id=None, eos_ids=(257,)
 )
 """One token per byte, and one id more than the tokenizer has, so that four hosts can share them out."""
+SEED = 7
 SMALL = ("--device", "cpu", "--max-streams", "4", "--context", "1024", "--chunk-tokens", "32", "--pages", "257")
 
 
-def write_model(directory: Path, seed: int = 7) -> Path:
+def write_model(directory: Path, seed: int = SEED) -> Path:
     write_hf(directory, CONFIG, init_weights(CONFIG, seed))
     (directory / "tokenizer.json").write_text(json.dumps(byte_level()))
     return directory
@@ -32,7 +32,7 @@ def write_model(directory: Path, seed: int = 7) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A rank above 0. log: its standard error."""
+    """A rank without clients. log: what it prints."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
@@ -66,8 +66,8 @@ def options_of(num_hosts: int) -> tuple[str, ...]:
 
 
 def start_host(log: Path, model: Path, rank: int, options: Sequence[str]) -> Host:
-    """A rank above 0; the caller ends it."""
-    command = [sys.executable, "-m", "headrace", "serve", str(model), *options, "--rank", str(rank)]
+    """A rank; the caller ends it. Options of clients, such as the port, count on rank 0 alone."""
+    command = [sys.executable, "-m", "headrace", "serve", str(model), "--port", "0", *options, "--rank", str(rank)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     return Host(process=process, log=log)
@@ -98,7 +98,3 @@ def end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-
-
-def send(process: psutil.Process, number: signal.Signals) -> None:
-    process.send_signal(number)

@@ -1,9 +1,10 @@
 """The side of every rank above 0: it joins, agrees, runs the plans that come, and ends with rank 0."""
 
+import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -132,17 +133,17 @@ class Follower:
             try:
                 item = self._inbox.get(timeout=IDLE_S if in_flight else None)
             except queue.Empty:
-                self._do(lambda: runner.collect(in_flight.popleft()))
+                self._collect(runner, in_flight)
                 continue
             if item is None:
                 return
             if isinstance(item, int):
                 on_probe(item)
                 continue
-            plan = item
             if len(in_flight) == max_steps_in_flight:
-                self._do(lambda: runner.collect(in_flight.popleft()))
-            self._do(lambda plan=plan: in_flight.append(runner.dispatch(plan)))
+                self._collect(runner, in_flight)
+            with self._verdict():
+                in_flight.append(runner.dispatch(item))
             self._steps += 1
 
     def _wait(self, is_done: Callable[[], bool], what: str, progress: Progress) -> None:
@@ -152,9 +153,14 @@ class Follower:
                 progress(f"waiting for the other hosts to {what}", 0, 1)
                 self._changed.wait_for(is_done, SIGN_S)
 
-    def _do(self, step: Callable[[], object]) -> None:
+    def _collect(self, runner: Runner, in_flight: deque[Ticket]) -> None:
+        with self._verdict():
+            runner.collect(in_flight.popleft())
+
+    @contextlib.contextmanager
+    def _verdict(self) -> Iterator[None]:
         try:
-            step()
+            yield
         except Exception as error:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_ended, VERDICT_S)
