@@ -17,7 +17,7 @@ from headrace.serving.engine.host_messages import HostPlace
 from headrace.serving.engine.host_start import join, lead
 from headrace.serving.engine.inbox import Inbox
 from headrace.serving.engine.link import EngineLink, LinkClosed
-from headrace.serving.engine.messages import Ended, Failed, Stats
+from headrace.serving.engine.messages import Failed, Stats
 from headrace.serving.engine.ports import Clock, Progress, Runner
 
 EXIT_LOST = 1
@@ -79,5 +79,5 @@ def _obey(inbox: Inbox, follower: Follower) -> None:
 def _end_now(link: EngineLink, reason: str | None) -> None:
     """From any thread: the main one may hang in a collective, which never ends. reason: None = as rank 0 wants it."""
     with contextlib.suppress(LinkClosed):
-        link.send(Ended() if reason is None else Failed(reason))
+        link.send(Failed(reason or "rank 0 has ended", is_wanted=reason is None))
     os._exit(0 if reason is None else EXIT_LOST)

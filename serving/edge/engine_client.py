@@ -17,7 +17,6 @@ from headrace.serving.engine.lifecycle import Backoff, EngineState, ProgressLimi
 from headrace.serving.engine.messages import (
     Cancel,
     Drain,
-    Ended,
     Failed,
     Probe,
     Ready,
@@ -350,12 +349,9 @@ class EngineClient:
             case Ready():
                 self._become_ready(message, now_s)
             case Failed():
+                self._stopping |= message.is_wanted
                 if self._connection is not None:
                     self._connection.give_up(message.message)
-            case Ended():
-                self._stopping = True
-                if self._connection is not None:
-                    self._connection.give_up("the engine ended as it was told to")
 
     def _become_ready(self, ready: Ready, now_s: float) -> None:
         if self._watchdog is not None:

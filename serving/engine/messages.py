@@ -112,16 +112,14 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine is about to end; message holds no prompt text."""
+    """The engine is about to end; message holds no prompt text. is_wanted: it is a rank above 0, and rank 0 ended after
+    it was asked to."""
 
     message: str
-
-
-class Ended(msgspec.Struct, tag="ended", frozen=True):
-    """A rank above 0 ends because rank 0 has drained: an end that was asked for."""
+    is_wanted: bool = False
 
 
 ToEngine = Submit | Cancel | Drain | Probe
-ToEdge = Starting | Ready | Step | Refused | Stats | Failed | Ended
+ToEdge = Starting | Ready | Step | Refused | Stats | Failed
 
 MAX_FRAME_BYTES = 64 << 20
