@@ -27,7 +27,7 @@ class HostWatch:
     """Decides from the times of beats and ticks which rank is lost, and why.
 
     A tick that comes late shows that this process itself did not run (stopped, starved, suspended): beats may lie
-    unread, so every clock starts anew.
+    unread, so that time does not count.
     """
 
     def __init__(self, ranks: Iterable[int], limits: HostLimits, now_s: float) -> None:
@@ -41,7 +41,7 @@ class HostWatch:
     def serves(self, now_s: float) -> None:
         """The shorter limits hold from here on."""
         self._is_serving = True
-        self._restart(now_s)
+        self._heard_s = dict.fromkeys(self._heard_s, now_s)
 
     def heard(self, rank: int, now_s: float, steps: int = 0) -> None:
         """steps: how many the rank has begun, 0 where it says nothing of it."""
@@ -54,10 +54,8 @@ class HostWatch:
 
     def lost(self, now_s: float) -> tuple[int, str] | None:
         """(rank, why) of one that is lost. Call once per tick."""
-        was_late = now_s - self._last_tick_s > max(3 * self._limits.tick_s, 0.5)
+        self._excuse(now_s - self._last_tick_s - 2 * self._limits.tick_s)
         self._last_tick_s = now_s
-        if was_late:
-            self._restart(now_s)
         limit_s = self._limits.silent_s if self._is_serving else self._limits.starting_silent_s
         for rank, heard_s in self._heard_s.items():
             if now_s - heard_s >= limit_s:
@@ -70,10 +68,12 @@ class HostWatch:
         steps, since_s = self._waits
         for rank, begun in self._begun.items():
             if begun < steps:
-                return rank, f"it has not begun step {steps}, which rank 0 has waited for since {now_s - since_s:.1f} s"
+                return rank, f"it has not begun step {steps}, which rank 0 has waited for {now_s - since_s:.1f} s"
         return None
 
-    def _restart(self, now_s: float) -> None:
-        self._heard_s = dict.fromkeys(self._heard_s, now_s)
-        if self._waits is not None:
-            self._waits = (self._waits[0], now_s)
+    def _excuse(self, late_s: float) -> None:
+        """Time in which this process did not run is nobody's silence."""
+        if late_s > 0:
+            self._heard_s = {rank: heard_s + late_s for rank, heard_s in self._heard_s.items()}
+            if self._waits is not None:
+                self._waits = (self._waits[0], self._waits[1] + late_s)

@@ -14,7 +14,7 @@ import pytest
 from headrace.serving.core.events import TokenEvent
 from headrace.serving.core.plan import StepPlan, StepResult
 from headrace.serving.core.scheduler import Scheduler
-from headrace.serving.engine import host_start
+from headrace.serving.engine import host_follower, host_start, leader_runner
 from headrace.serving.engine.engine import StepLoop
 from headrace.serving.engine.fake_runner import FakeRunner, FakeTicket
 from headrace.serving.engine.host_follower import Follower
@@ -162,7 +162,7 @@ def test_beats_keep_idle_hosts_together() -> None:
     with met() as group:
         group.leader.serves()
         group.followers[0].serves()
-        time.sleep(2 * QUICK.silent_s)
+        time.sleep(1.5 * QUICK.silent_s)
         assert group.lost.empty() and group.ends[0].empty()
 
 
@@ -205,7 +205,9 @@ def test_a_rank_whose_main_thread_is_stuck_is_named_though_it_beats() -> None:
         server.join(WAIT_S)
 
 
-def test_a_step_that_fails_on_rank_0_ends_the_engine() -> None:
+def test_a_step_that_fails_on_rank_0_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_runner, "VERDICT_S", 0.1)
+
     def fault(plan: StepPlan) -> None:
         raise RuntimeError("secret detail")
 
@@ -214,7 +216,9 @@ def test_a_step_that_fails_on_rank_0_ends_the_engine() -> None:
         run_requests(group.leader, FaultyRunner(fault))
 
 
-def test_a_step_that_fails_elsewhere_ends_the_engine_and_names_the_rank() -> None:
+def test_a_step_that_fails_elsewhere_ends_the_engine_and_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_follower, "VERDICT_S", 0.1)
+
     def fault(plan: StepPlan) -> None:
         raise RuntimeError("secret detail")
 
@@ -330,7 +334,7 @@ def test_strangers_neither_block_the_start_nor_end_it(monkeypatch: pytest.Monkey
 
 def test_a_silent_stranger_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_start, "HELLO_S", 0.2)
-    place = place_of(join_s=3.0)
+    place = place_of(join_s=1.5)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(lead, place, FACTS, SystemClock(), print, quiet)
         with knock(place) as sock:
@@ -349,12 +353,10 @@ def test_a_second_of_the_same_rank_is_turned_away_and_a_first_may_come_back() ->
             time.sleep(0.2)
             with pytest.raises(HostsError, match=r"rank 1 is there already, at 127\.0\.0\.1"):
                 join(replace(place, rank=1), FACTS, clock, print, quiet)
-        others = [pool.submit(join, replace(place, rank=rank), FACTS, clock, print, quiet, QUICK) for rank in (1,)]
-        others[0].done()
+        other = pool.submit(join, replace(place, rank=1), FACTS, clock, print, quiet, QUICK)
         second = join(replace(place, rank=2), FACTS, clock, print, quiet, QUICK)
-        leader = first.result(WAIT_S)
-        leader.farewell()
-        for follower in (second, others[0].result(WAIT_S)):
+        first.result(WAIT_S).farewell()
+        for follower in (second, other.result(WAIT_S)):
             follower.close()
 
 
