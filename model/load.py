@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import jax
 import numpy as np
@@ -39,13 +39,13 @@ _THREADS = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """weights: host arrays, which the runner places on its devices. model_hash: SHA-256 in hex over the config and
-    the name, type, shape and stored bytes of every weight; two formats of one model have different hashes. tensors:
-    what it is made from: name, type, shape and digest of each stored tensor, or part of one, sorted."""
+    the name, type, shape and stored bytes of every weight; two formats of one model have different hashes.
+    digests: SHA-256 in hex of the stored bytes, by name of the tensor."""
 
     config: ModelConfig
     weights: Weights[np.ndarray]
     model_hash: str
-    tensors: tuple[tuple[str, str, tuple[int, ...], str], ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_model(
@@ -106,7 +106,7 @@ def _load(config: ModelConfig, source: TensorSource, dtype: np.dtype, progress: 
         config=config,
         weights=jax.tree.unflatten(treedef, arrays),
         model_hash=hashlib.sha256(root.encode()).hexdigest(),
-        tensors=tuple(sorted(leaves)),
+        digests={name: digest for name, _, _, digest in sorted(leaves)},
     )
 
 

@@ -40,7 +40,7 @@ def build_fake_engine(
     if fake.fault == "fail_start":
         raise ConfigError("fault fail_start")
     if hosts is not None:
-        hosts.agree(Loaded(facts={}, tensors=(("fake", "none", (), options.model),), num_pages=1), progress)
+        hosts.agree(Loaded(facts={}, model_hash="fake", digests={"fake": options.model}, num_pages=1), progress)
     resolved = resolve(options, fake_model(fake.vocab_size))
     runner = FakeRunner(resolved.scheduler, vocab_size=fake.vocab_size, on_collect=step_hook(fake))
     return BuiltEngine(

@@ -69,7 +69,8 @@ def build_jax_engine(
             "the kernels": str(kernels),
             "--kv-dtype": backend.kv_dtype.name,
         }
-        mine = Loaded(facts=facts, tensors=model.tensors, num_pages=resolved.scheduler.num_pages)
+        digests, pages = dict(model.digests), resolved.scheduler.num_pages
+        mine = Loaded(facts=facts, model_hash=model.model_hash, digests=digests, num_pages=pages)
         resolved = resolved.with_pages(hosts.agree(mine, progress))
     meet = None if hosts is None else partial(hosts.meet, "compile", progress)
     return BuiltEngine(

@@ -22,8 +22,7 @@ from headrace.serving.engine.host_messages import (
     RunStep,
     ToLeader,
     Welcome,
-    first_difference,
-    first_different_tensor,
+    what_differs,
 )
 from headrace.serving.engine.host_pulse import Pulse
 from headrace.serving.engine.host_watch import HostLimits
@@ -85,8 +84,7 @@ class Leader:
         """See ``ports.Hosts``."""
         self._wait(lambda: self._links.keys() - self._loaded.keys(), "load the model", progress)
         for rank, loaded in sorted(self._loaded.items()):
-            difference = first_difference(mine.facts, loaded.facts)
-            difference = difference or first_different_tensor(mine.tensors, loaded.tensors)
+            difference = what_differs(mine, loaded)
             if difference is not None:
                 raise HostsError(f"rank {rank} ({self._names[rank]}) does not fit rank 0: {difference}")
         num_pages = min(loaded.num_pages for loaded in (mine, *self._loaded.values()))

@@ -16,8 +16,6 @@ MAX_HELLO_BYTES = 1 << 16
 
 Facts = Mapping[str, str]
 """What must be the same on every rank, by the name that a person knows it by, such as --mesh."""
-Tensor = tuple[str, str, tuple[int, ...], str]
-"""Of a stored tensor: name, type, shape, hex SHA-256 of its bytes."""
 
 
 class HostsError(RuntimeError):
@@ -40,11 +38,12 @@ class HostPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a rank has come to after loading. facts: of its device. tensors: sorted by name. num_pages: how many KV
-    pages its devices hold."""
+    """What a rank has come to after loading. facts: of its device. model_hash, digests: of its model and, by name, of
+    the tensors. num_pages: how many KV pages its devices hold."""
 
     facts: dict[str, str]
-    tensors: tuple[Tensor, ...]
+    model_hash: str
+    digests: dict[str, str]
     num_pages: int
 
 
@@ -118,17 +117,15 @@ def first_difference(leader: Facts, follower: Facts) -> str | None:
     return None
 
 
-def first_different_tensor(leader: tuple[Tensor, ...], follower: tuple[Tensor, ...]) -> str | None:
-    """In words, by name; None where all are the same."""
-    here, there = ({tensor[0]: tensor for tensor in tensors} for tensors in (leader, follower))
-    for name in sorted(here.keys() | there.keys()):
-        if name not in there or name not in here:
-            return f"only rank 0 has tensor {name}" if name in here else f"it has a tensor {name}, which rank 0 has not"
-        for what, ours, theirs in zip(("type", "shape", "content"), here[name][1:], there[name][1:], strict=True):
-            if ours != theirs:
-                shown = "" if what == "content" else f": {theirs}, and {ours} on rank 0"
-                return f"tensor {name} has another {what}{shown}"
-    return None
+def what_differs(leader: Loaded, follower: Loaded) -> str | None:
+    """``first_difference`` of all that was loaded; a tensor is named before the hash of the model."""
+    ours, theirs = leader.digests, follower.digests
+    for name in sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
+        if name not in theirs:
+            return f"only rank 0 has tensor {name}"
+        return f"tensor {name} has other bytes" if name in ours else f"rank 0 has no tensor {name}"
+    facts = ({"the model's hash": loaded.model_hash, **loaded.facts} for loaded in (leader, follower))
+    return first_difference(*facts)
 
 
 def parse_address(text: str) -> tuple[str, int]:

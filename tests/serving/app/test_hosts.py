@@ -84,7 +84,9 @@ async def test_the_kill_of_one_ends_the_streams_of_the_other_and_is_named() -> N
 async def test_other_weights_end_the_start_of_both_and_are_named() -> None:
     async with two(models=("m", "n")) as clients:
         for client in clients:
-            with pytest.raises(EngineStartError, match=r"rank 1 \(.*\) does not fit rank 0: tensor fake has another"):
+            with pytest.raises(
+                EngineStartError, match=r"rank 1 \(.*\) does not fit rank 0: tensor fake has other bytes"
+            ):
                 await asyncio.wait_for(client.wait_ready(), LIMIT_S)
 
 

@@ -1,5 +1,7 @@
 """What hosts tell each other: what differs, by name; addresses; plans that come out as they went in."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -14,17 +16,17 @@ from headrace.serving.core.plan import (
 )
 from headrace.serving.core.request import Request, RequestId, SamplingParams, StopRule
 from headrace.serving.engine.host_messages import (
+    Loaded,
     RunStep,
-    Tensor,
     ToFollower,
     first_difference,
-    first_different_tensor,
     format_address,
     parse_address,
+    what_differs,
 )
 from headrace.serving.engine.link import HEADER_BYTES, encode_frame
 
-MINE: tuple[Tensor, ...] = (("a", "F32", (2, 3), "00"), ("b", "F32", (4,), "11"))
+MINE = Loaded(facts={"the device": "tpu"}, model_hash="f0", digests={"a": "00", "b": "11"}, num_pages=9)
 
 
 def plan_of(rows: int, prompt_tokens: int) -> StepPlan:
@@ -72,15 +74,16 @@ def test_the_first_difference_is_named_with_both_values() -> None:
     ("theirs", "says"),
     [
         (MINE, None),
-        ((MINE[0], ("b", "F32", (4,), "12")), "tensor b has another content"),
-        ((("a", "BF16", (2, 3), "00"), MINE[1]), "tensor a has another type: BF16, and F32 on rank 0"),
-        ((("a", "F32", (3, 2), "01"), MINE[1]), "tensor a has another shape: (3, 2), and (2, 3) on rank 0"),
-        (MINE[:1], "only rank 0 has tensor b"),
-        ((*MINE, ("c", "F32", (1,), "22")), "it has a tensor c, which rank 0 has not"),
+        (replace(MINE, digests={"a": "00", "b": "12"}, model_hash="f1"), "tensor b has other bytes"),
+        (replace(MINE, digests={"a": "00"}), "only rank 0 has tensor b"),
+        (replace(MINE, digests={"a": "00", "b": "11", "c": "22"}), "rank 0 has no tensor c"),
+        (replace(MINE, model_hash="f1"), "the model's hash is f1, and f0 on rank 0"),
+        (replace(MINE, facts={"the device": "cpu"}), "the device is cpu, and tpu on rank 0"),
+        (replace(MINE, num_pages=3), None),
     ],
 )
-def test_the_first_tensor_that_differs_is_named(theirs: tuple[Tensor, ...], says: str | None) -> None:
-    assert first_different_tensor(MINE, theirs) == says
+def test_the_first_part_that_differs_is_named(theirs: Loaded, says: str | None) -> None:
+    assert what_differs(MINE, theirs) == says
 
 
 @pytest.mark.parametrize(
