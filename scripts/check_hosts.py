@@ -17,7 +17,7 @@ import httpx
 
 from scripts import evidence
 from scripts.stream_client import History, StreamClient
-from tests.host_processes import Hosts, end, options_of, serving, start_host, write_model
+from tests.host_processes import SMALL, Hosts, end, options_of, serving, start_host, write_model
 from tests.live import start_server
 
 NUM_STREAMS = 6
@@ -38,11 +38,12 @@ def answers(url: str) -> list[list[int]]:
     return found
 
 
-def one_process(folder: Path, model: Path, num_devices: int) -> list[list[int]]:
-    mesh = ("--mesh", f"tensor={num_devices}") if num_devices > 1 else ()
-    options = ("--device", "cpu", "--max-streams", "4", "--context", "1024", "--chunk-tokens", "32", "--pages", "257")
-    log = folder / f"one-{num_devices}"
-    server = start_server(log, str(model), *options, *mesh, "--served-model-name", "tiny")
+def one_process(folder: Path, model: Path, mesh: str) -> list[list[int]]:
+    """The same from one process with all the devices."""
+    log = folder / "one"
+    server = start_server(
+        log, str(model), *SMALL, "--mesh", mesh, "--served-model-name", "tiny", ready_timeout_s=START_LIMIT_S
+    )
     try:
         return answers(server.url)
     finally:
@@ -145,16 +146,20 @@ def starts_that_cannot_work(folder: Path, model: Path, other: Path) -> dict[str,
     return found
 
 
-SERVICE: dict[str, tuple[int, Callable[[Hosts], Awaitable[dict[str, object]]]]] = {
-    "2: kill -9 rank 1": (2, lambda hosts: hit(hosts, 1, signal.SIGKILL)),
-    "2: kill -9 the command of rank 1": (2, lambda hosts: hit(hosts, 1, signal.SIGKILL, command=True)),
-    "2: SIGSTOP rank 1": (2, lambda hosts: hit(hosts, 1, signal.SIGSTOP)),
-    "2: kill -9 rank 0": (2, lambda hosts: hit(hosts, 0, signal.SIGKILL)),
-    "2: SIGSTOP rank 0": (2, lambda hosts: hit(hosts, 0, signal.SIGSTOP)),
-    "2: SIGTERM to all, drain": (2, drain),
-    "4: kill -9 rank 2": (4, lambda hosts: hit(hosts, 2, signal.SIGKILL)),
-    "4: SIGSTOP rank 3": (4, lambda hosts: hit(hosts, 3, signal.SIGSTOP)),
+SERVICE: dict[str, tuple[int, str, Callable[[Hosts], Awaitable[dict[str, object]]]]] = {
+    "2: kill -9 rank 1": (2, "tensor=2", lambda hosts: hit(hosts, 1, signal.SIGKILL)),
+    "2: kill -9 the command of rank 1": (2, "tensor=2", lambda hosts: hit(hosts, 1, signal.SIGKILL, command=True)),
+    "2: SIGSTOP rank 1": (2, "tensor=2", lambda hosts: hit(hosts, 1, signal.SIGSTOP)),
+    "2: kill -9 rank 0": (2, "tensor=2", lambda hosts: hit(hosts, 0, signal.SIGKILL)),
+    "2: SIGSTOP rank 0": (2, "tensor=2", lambda hosts: hit(hosts, 0, signal.SIGSTOP)),
+    "2: SIGTERM to all, drain": (2, "tensor=2", drain),
+    "2, lanes: SIGTERM to all, drain": (2, "data=2", drain),
+    "2, stages: kill -9 rank 1": (2, "stage=2", lambda hosts: hit(hosts, 1, signal.SIGKILL)),
+    "2, two devices each: SIGTERM to all, drain": (2, "data=2,tensor=2", drain),
+    "4: kill -9 rank 2": (4, "tensor=4", lambda hosts: hit(hosts, 2, signal.SIGKILL)),
+    "4: SIGSTOP rank 3": (4, "tensor=4", lambda hosts: hit(hosts, 3, signal.SIGSTOP)),
 }
+"""Number of hosts, mesh, and what happens to them."""
 
 
 def main() -> int:
@@ -165,15 +170,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, other = write_model(folder / "model"), write_model(folder / "other", seed=8)
-        expected: dict[int, list[list[int]]] = {}
-        for title, (num_hosts, case) in SERVICE.items():
+        expected: dict[str, list[list[int]]] = {}
+        for title, (num_hosts, mesh, case) in SERVICE.items():
             if args.only not in title:
                 continue
-            if num_hosts not in expected:
-                expected[num_hosts] = one_process(folder, model, num_hosts)
+            if mesh not in expected:
+                expected[mesh] = one_process(folder, model, mesh)
             # Each start after the first is a restart with the same model: it has to serve again.
-            with serving(folder, model, num_hosts, ready_timeout_s=START_LIMIT_S) as hosts:
-                same = answers(hosts.server.url) == expected[num_hosts]
+            with serving(folder, model, num_hosts, mesh=mesh, ready_timeout_s=START_LIMIT_S) as hosts:
+                same = answers(hosts.server.url) == expected[mesh]
                 seen = dict(asyncio.run(case(hosts)))
             found[title] = seen | {"ids_equal_one_process": same, "passed": bool(seen["passed"]) and same}
             print(title, json.dumps(found[title]), flush=True)

@@ -16,9 +16,7 @@ from tests.live import LiveServer, child_of, start_server
 from tests.model.test_tokenizer_files import byte_level
 from tests.model.tiny import TINY, write_hf
 
-CONFIG = replace(
-    TINY, vocab_size=260, num_layers=1, width=32, ffn_width=64, max_context=1024, bos_id=None, eos_ids=(257,)
-)
+CONFIG = replace(TINY, vocab_size=260, width=32, ffn_width=64, max_context=1024, bos_id=None, eos_ids=(257,))
 """One token per byte, and one id more than the tokenizer has, so that four hosts can share them out."""
 SEED = 7
 SMALL = ("--device", "cpu", "--max-streams", "4", "--context", "1024", "--chunk-tokens", "32", "--pages", "257")
@@ -59,10 +57,11 @@ class Hosts:
             end(process)
 
 
-def options_of(num_hosts: int) -> tuple[str, ...]:
-    """The same for every rank; it cuts the model over as many devices."""
+def options_of(num_hosts: int, mesh: str | None = None) -> tuple[str, ...]:
+    """The same for every rank. mesh: None = tensor, with a device on each host."""
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    return (*SMALL, "--mesh", f"tensor={num_hosts}", "--hosts", str(num_hosts), "--coordinator", address)
+    shape = f"tensor={num_hosts}" if mesh is None else mesh
+    return (*SMALL, "--mesh", shape, "--hosts", str(num_hosts), "--coordinator", address)
 
 
 def start_host(log: Path, model: Path, rank: int, options: Sequence[str]) -> Host:
@@ -74,9 +73,16 @@ def start_host(log: Path, model: Path, rank: int, options: Sequence[str]) -> Hos
 
 
 @contextmanager
-def serving(folder: Path, model: Path, num_hosts: int, *more: str, ready_timeout_s: float = 240.0) -> Iterator[Hosts]:
+def serving(
+    folder: Path,
+    model: Path,
+    num_hosts: int,
+    *more: str,
+    mesh: str | None = None,
+    ready_timeout_s: float = 240.0,
+) -> Iterator[Hosts]:
     """All ranks, ready; whatever still runs in the end is killed."""
-    options = (*options_of(num_hosts), *more)
+    options = (*options_of(num_hosts, mesh), *more)
     others = [start_host(folder / f"rank-{rank}", model, rank, options) for rank in range(1, num_hosts)]
     try:
         name = ("--served-model-name", "tiny")
