@@ -5,7 +5,6 @@ reason of an end is told even where the engine could not.
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 
@@ -41,17 +40,16 @@ async def _run(options: EngineOptions, place: HostPlace, model: ModelConfig, con
     _on_signals(place, engine, end_now)
     ended = asyncio.create_task(_follow(engine, place, model, console))
     asked = asyncio.create_task(end_now.wait())
-    try:
-        await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
-        was_ready = engine.ready_info is not None
-    finally:
-        asked.cancel()
-        await engine.stop()
+    await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    was_ready = engine.ready_info is not None
     if end_now.is_set():
-        with contextlib.suppress(EngineStartError):
-            await ended
+        ended.cancel()
+    await engine.stop()
+    try:
+        return await ended
+    except asyncio.CancelledError:
         return ExitCode.WORK_LOST if was_ready else ExitCode.CLEAN
-    return await ended
 
 
 async def _follow(engine: EngineClient, place: HostPlace, model: ModelConfig, console: Console) -> ExitCode:
