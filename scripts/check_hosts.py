@@ -58,15 +58,19 @@ async def start_streams(client: StreamClient, max_tokens: int) -> list[History]:
     return histories
 
 
-async def hit(hosts: Hosts, rank: int, sign: signal.Signals, *, command: bool = False) -> dict[str, object]:
+async def hit(
+    hosts: Hosts, rank: int, sign: signal.Signals, *, command: bool = False, times: int = 1
+) -> dict[str, object]:
     """Send a signal to a rank's engine, or to the command that started it, while streams run."""
     async with StreamClient(hosts.server.stream_url) as client:
         histories = await start_streams(client, 900)
         hit_s = time.monotonic()
-        if command:
-            hosts.others[rank - 1].process.send_signal(sign)
-        else:
-            hosts.engine_of(rank).send_signal(sign)
+        for _ in range(times):
+            if command:
+                hosts.others[rank - 1].process.send_signal(sign)
+            else:
+                hosts.engine_of(rank).send_signal(sign)
+            await asyncio.sleep(0.1 * (times - 1))
         await asyncio.wait_for(asyncio.gather(*(h.ended.wait() for h in histories)), 2 * NOTICE_LIMIT_S)
         ends = [history.frames[-1] for history in histories]
     last_s = round(max(at_s for at_s, _ in ends) - hit_s, 3)
@@ -152,6 +156,11 @@ SERVICE: dict[str, tuple[int, str, Callable[[Hosts], Awaitable[dict[str, object]
     "2: SIGSTOP rank 1": (2, "tensor=2", lambda hosts: hit(hosts, 1, signal.SIGSTOP)),
     "2: kill -9 rank 0": (2, "tensor=2", lambda hosts: hit(hosts, 0, signal.SIGKILL)),
     "2: SIGSTOP rank 0": (2, "tensor=2", lambda hosts: hit(hosts, 0, signal.SIGSTOP)),
+    "2: SIGTERM twice to rank 1": (
+        2,
+        "tensor=2",
+        lambda hosts: hit(hosts, 1, signal.SIGTERM, command=True, times=2),
+    ),
     "2: SIGTERM to all, drain": (2, "tensor=2", drain),
     "2, lanes: SIGTERM to all, drain": (2, "data=2", drain),
     "2, stages: kill -9 rank 1": (2, "stage=2", lambda hosts: hit(hosts, 1, signal.SIGKILL)),
