@@ -5,7 +5,7 @@ from functools import partial
 import jax
 
 from headrace.model.config import ModelConfig
-from headrace.model.load import load_model
+from headrace.model.load import LoadedModel, load_model
 from headrace.model.on_mesh import config_on_mesh
 from headrace.serving.app.build import (
     DEFAULT_MEMORY_FRACTION,
@@ -47,7 +47,8 @@ def build_jax_engine(
         connect(hosts.service, hosts.num_hosts, hosts.rank)
     device = find_device(options.device, min_cpus=shape.num_devices // num_hosts)
     mesh = find_mesh(device, shape, devices_of_hosts(device, shape.num_devices, num_hosts))
-    devices = [device] if mesh is None else [x for x in mesh.devices.flat if is_here(x)]
+    devices = [device] if mesh is None else list(mesh.devices.flat)
+    own = [x for x in devices if is_here(x)]
     wishes = Wishes(
         attention=options.attention, dtype=options.dtype, kv_dtype=options.kv_dtype, interpret=options.interpret
     )
@@ -56,22 +57,15 @@ def build_jax_engine(
     use_compile_cache(options.compile_cache)
     if _needs_limit(options, device):
         progress("measuring the largest program", 0, 1)
-        resolved = _in_memory(options, config, resolved, backend, limit_of(devices))
-    elif platform_of(device) != "cpu" and (free := free_bytes(devices)) is not None:
+        resolved = _in_memory(options, config, resolved, backend, limit_of(own))
+    elif platform_of(device) != "cpu" and (free := free_bytes(own)) is not None:
         check_pages(config, resolved.scheduler, backend, limit_bytes=free)
     model = load_model(
         options.model, dtype=backend.dtype, progress=lambda done, total: progress("loading weights", done, total)
     )
     kernels = backend.kernels
     if hosts is not None:
-        facts = {
-            "the device": describe_device(device),
-            "the kernels": str(kernels),
-            "--kv-dtype": backend.kv_dtype.name,
-        }
-        digests, pages = dict(model.digests), resolved.scheduler.num_pages
-        mine = Loaded(facts=facts, model_hash=model.model_hash, digests=digests, num_pages=pages)
-        resolved = resolved.with_pages(hosts.agree(mine, progress))
+        resolved = _agreed(hosts, resolved, backend, model, progress)
     meet = None if hosts is None else partial(hosts.meet, "compile", progress)
     return BuiltEngine(
         runner=JaxRunner(model, resolved.scheduler, backend=backend, before_first_run=meet),
@@ -83,6 +77,25 @@ def build_jax_engine(
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
         dtype=backend.dtype.name,
     )
+
+
+def _agreed(
+    hosts: Hosts, resolved: ResolvedEngine, backend: Backend, model: LoadedModel, progress: Progress
+) -> ResolvedEngine:
+    """With as many pages as the host with least memory holds. Raises: HostsError where hosts differ."""
+    facts = {
+        "the device": "" if backend.device is None else describe_device(backend.device),
+        "the kernels": str(backend.kernels),
+        "the type of weights": backend.dtype.name,
+        "the type of pages": backend.kv_dtype.name,
+    }
+    mine = Loaded(
+        facts=facts,
+        model_hash=model.model_hash,
+        digests=dict(model.digests),
+        num_pages=resolved.scheduler.num_pages,
+    )
+    return resolved.with_pages(hosts.agree(mine, progress))
 
 
 def _config_on(config: ModelConfig, shape: MeshShape) -> ModelConfig:
