@@ -20,7 +20,7 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
 STRICT := core engine edge
 
 .DEFAULT_GOAL := help

@@ -350,6 +350,7 @@ class EngineClient:
             case Ready():
                 self._become_ready(message, now_s)
             case Failed():
+                self._stopping |= message.is_wanted
                 if self._connection is not None:
                     self._connection.give_up(message.message)
 

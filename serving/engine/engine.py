@@ -12,7 +12,7 @@ from headrace.serving.core.request import CancelReason, Rejection, Request, Requ
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.inbox import Commands, Inbox
 from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
-from headrace.serving.engine.ports import Clock, Runner, Ticket
+from headrace.serving.engine.ports import Clock, EngineFailure, Runner, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +20,6 @@ STEP_FAILED = "step_failed"
 """error_code of requests whose step raised; others go on."""
 MAX_FAILURES_IN_ROW = 3
 """A failed step may take the one that overlaps it down too; a third in a row shows a broken runner."""
-
-
-class EngineFailure(RuntimeError):
-    """The engine cannot go on; the text holds no prompt text."""
 
 
 class Outlet(Protocol):
@@ -106,7 +102,7 @@ class StepLoop:
             ticket: Ticket | Exception
             try:
                 ticket = self._runner.dispatch(plan)
-            except InvariantError:
+            except (InvariantError, EngineFailure):
                 raise
             except Exception as error:
                 ticket = error
@@ -124,7 +120,7 @@ class StepLoop:
         else:
             try:
                 outcome = self._runner.collect(step.ticket)
-            except InvariantError:
+            except (InvariantError, EngineFailure):
                 raise
             except Exception as error:
                 outcome = error

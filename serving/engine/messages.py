@@ -48,10 +48,10 @@ class ProgramInfo(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
-    device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
-    of weights and products. weights: how the matrices of products lie in memory. kv_dtype: of pages. kv_bytes: of all
-    pools, null pages included. memory: what the number of pages comes from, on each device; None where it was given.
-    num_pages, num_slots: of each of num_lanes.
+    device: platform and kind. mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank:
+    which of them this is. attention: whose kernels run. dtype: of weights and products. weights: how the matrices of
+    products lie in memory. kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of
+    pages comes from, on each device; None where it was given. num_pages, num_slots: of each of num_lanes.
     """
 
     model_hash: str
@@ -72,6 +72,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     memory: DeviceMemory | None
     warmup_seconds: float
     num_lanes: int = 1
+    hosts: int = 1
+    rank: int = 0
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -112,9 +114,11 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine is about to end; message holds no prompt text."""
+    """The engine is about to end; message holds no prompt text. is_wanted: it is a rank above 0, and rank 0 ended after
+    it was asked to."""
 
     message: str
+    is_wanted: bool = False
 
 
 ToEngine = Submit | Cancel | Drain | Probe

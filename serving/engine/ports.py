@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.serving.core.plan import StepPlan, StepResult
+from headrace.serving.engine.host_messages import Loaded
+
+
+class EngineFailure(RuntimeError):
+    """The engine cannot go on; the text holds no prompt text."""
 
 
 class Clock(Protocol):
@@ -51,4 +56,38 @@ class Runner(Protocol):
 
     def compiles_after_ready(self) -> int:
         """Compiles seen since warm_up returned."""
+        ...
+
+
+class Hosts(Protocol):
+    """The other hosts of an engine that spans several, as whoever builds it sees them."""
+
+    @property
+    def rank(self) -> int:
+        """Of this host; 0 leads."""
+        ...
+
+    @property
+    def num_hosts(self) -> int: ...
+
+    @property
+    def service(self) -> str:
+        """HOST:PORT of JAX's coordination service, on rank 0's host."""
+        ...
+
+    def agree(self, mine: Loaded, progress: Progress) -> int:
+        """Wait until every rank has loaded; KV pages that the devices of all hold. Raises: HostsError naming rank and
+        tensor, on rank 0, where one has loaded something else."""
+        ...
+
+    def meet(self, point: str, progress: Progress) -> None:
+        """Wait until every rank is at a point; point: what ranks that are not there have to do, such as "compile"."""
+        ...
+
+    def serves(self) -> None:
+        """Warmed up: the limits of service hold from here on."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Tell the others that this rank ends."""
         ...

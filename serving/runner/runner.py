@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -59,6 +59,8 @@ class JaxRunner:
       model: its weights are in the backend's places.
       config: its buckets are the programs; num_pages the pool.
       backend: device, kernels and types.
+      before_first_run: called between compiling and running: on several hosts no program may run, since it waits for
+        the others and not for long, before all have compiled it.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class JaxRunner:
         config: SchedulerConfig,
         *,
         backend: Backend = Backend(),
+        before_first_run: Callable[[], None] | None = None,
     ) -> None:
         self._model_config = config_on_mesh(model.config, backend.mesh_shape)
         self._config = config
         self._backend = backend
+        self._before_first_run = before_first_run
         self._vocab_size = model.config.vocab_size
         self._weights = model.weights
         self._pool = make_pool(self._model_config, config, backend)
@@ -96,6 +100,8 @@ class JaxRunner:
         self._programs, ledger = compile_programs(
             self._program_list(), self._backend.device, self._compile_log, progress
         )
+        if self._before_first_run is not None:
+            self._before_first_run()
         neutral = neutral_load(self._config.num_slots, self._vocab_size)
         self._state = self._programs[_LOAD](self._state, neutral.scalars)
         self._state = self._programs[_LOAD_ROWS](self._state, neutral.scalars, *neutral.rows)

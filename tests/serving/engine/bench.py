@@ -99,19 +99,23 @@ class FakeEdge:
         return [t.token_id for t in self.tokens if t.request_id == number]
 
 
+def config_of(**config: int) -> SchedulerConfig:
+    values = {"num_slots": 4, "num_pages": 65, "max_context": 128, **config}
+    return SchedulerConfig(
+        page_size=4,
+        chunk_tokens=16,
+        block_tokens=8,
+        decode_rows=(values["num_slots"],),
+        prefill_tokens=(8, 16),
+        **values,
+    )
+
+
 class Bench:
     """Everything joined; ``run`` lets the engine run until the edge closes."""
 
     def __init__(self, **config: int) -> None:
-        values = {"num_slots": 4, "num_pages": 65, "max_context": 128, **config}
-        self.config = SchedulerConfig(
-            page_size=4,
-            chunk_tokens=16,
-            block_tokens=8,
-            decode_rows=(values["num_slots"],),
-            prefill_tokens=(8, 16),
-            **values,
-        )
+        self.config = config_of(**config)
         self.clock = StepClock()
         self.runner = TracingRunner(self.config, self.clock)
         self.scheduler = Scheduler(self.config)
