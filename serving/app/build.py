@@ -15,6 +15,7 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.link import encode_frame
+from headrace.serving.engine.messages import Topology
 from headrace.serving.engine.ports import Progress, Runner
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape, parse_mesh
@@ -102,14 +103,14 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """device: platform and kind. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
+    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
     weights and products."""
 
     runner: Runner
     resolved: ResolvedEngine
     model_hash: str
     weights_bytes: int
-    device: str
+    topology: Topology
     attention: str
     dtype: str
     mesh: str = "tensor=1"

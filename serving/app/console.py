@@ -83,7 +83,7 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
     """What the engine came to on its device, with the memory arithmetic; one row per compiled program; the totals."""
     _print_rows(
         console,
-        ("device", f"{ready.device}, mesh {ready.mesh}"),
+        ("device", _topology_text(ready)),
         ("attention", f"{ready.attention} kernels"),
         ("types", f"weights and products {ready.dtype}, KV {ready.kv_dtype}"),
         *_memory_rows(model, ready),
@@ -96,10 +96,18 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         table.add_row(*_ledger_row(program))
     console.print(table, highlight=False)
     console.print(
-        f"{ready.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, ready after "
-        f"{ready.warmup_seconds:.1f} s",
+        f"{ready.topology.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, ready "
+        f"after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
+
+
+def _topology_text(ready: Ready) -> str:
+    found = ready.topology
+    if found.num_devices == 1:
+        return f"{found.device}, mesh {ready.mesh}"
+    processes = f" of {found.num_processes} processes" if found.num_processes > 1 else ""
+    return f"{found.num_devices} × {found.device}{processes}, mesh {ready.mesh}, joined by {found.link}"
 
 
 def _ledger_row(program: ProgramInfo) -> tuple[str, str, str, str]:

@@ -10,6 +10,7 @@ from headrace.serving.app.build import BuiltEngine, EngineOptions, FakeOptions, 
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import StepPlan
 from headrace.serving.engine.fake_runner import FakeRunner
+from headrace.serving.engine.messages import Topology
 
 MAX_CONTEXT = 4096
 
@@ -42,7 +43,7 @@ def build_fake_engine(options: EngineOptions, fake: FakeOptions) -> BuiltEngine:
         resolved=resolved,
         model_hash="fake",
         weights_bytes=0,
-        device="fake",
+        topology=Topology(platform="fake", device_kind="fake"),
         attention="none",
         dtype="float32",
     )

@@ -45,12 +45,29 @@ class ProgramInfo(msgspec.Struct, frozen=True):
     from_cache: bool
 
 
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is served on. platform: cpu, gpu or tpu. device_kind: as its runtime names it. num_devices: of the
+    mesh, each with a shard of the model. num_processes: that own them. link: what joins the devices, as far as the
+    runtime says; "none" for one device."""
+
+    platform: str
+    device_kind: str
+    num_devices: int = 1
+    num_processes: int = 1
+    link: str = "none"
+
+    @property
+    def device(self) -> str:
+        """Such as "tpu:TPU v6 lite"."""
+        return f"{self.platform}:{self.device_kind}"
+
+
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
-    device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
-    of weights and products. kv_dtype: of pages. kv_bytes: of the pool, null page included. memory: what the number of
-    pages comes from, on each device; None where it was given.
+    mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype: of weights and products.
+    kv_dtype: of pages. kv_bytes: of the pool, null page included. memory: what the number of pages comes from, on each
+    device; None where it was given.
     """
 
     model_hash: str
@@ -61,7 +78,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     kv_bytes_per_token: int
     weights_bytes: int
     programs: tuple[ProgramInfo, ...]
-    device: str
+    topology: Topology
     mesh: str
     attention: str
     dtype: str

@@ -17,7 +17,7 @@ from headrace.serving.edge.app import build_app
 from headrace.serving.edge.engine_client import EngineLost, EngineUnavailable, Sink
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.engine.lifecycle import EngineState
-from headrace.serving.engine.messages import Ready, Refused, Stats
+from headrace.serving.engine.messages import Ready, Refused, Stats, Topology
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 260
@@ -78,7 +78,8 @@ class LineTemplate:
 def ready(**changes: object) -> Ready:
     values: dict[str, object] = {
         "model_hash": "ab" * 32, "num_pages": 65, "page_size": 16, "num_slots": 4, "max_context": CONTEXT,
-        "kv_bytes_per_token": 1024, "weights_bytes": 1, "programs": (), "device": "fake", "warmup_seconds": 0.0,
+        "kv_bytes_per_token": 1024, "weights_bytes": 1, "programs": (), "warmup_seconds": 0.0,
+        "topology": Topology(platform="fake", device_kind="fake"),
         "mesh": "tensor=1", "attention": "none", "dtype": "float32", "kv_dtype": "float32", "memory": None,
         "kv_bytes": 65 * 16 * 1024,
     }  # fmt: skip
