@@ -96,8 +96,8 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         table.add_row(*_ledger_row(program))
     console.print(table, highlight=False)
     console.print(
-        f"{ready.topology.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, ready "
-        f"after {ready.warmup_seconds:.1f} s",
+        f"{ready.topology.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, "
+        f"ready after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
 
