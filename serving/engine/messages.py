@@ -9,6 +9,7 @@ import msgspec
 from headrace.serving.core.events import Finished, TokenEvent
 from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
+from headrace.serving.engine.ports import ExpertTokens
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -89,7 +90,10 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """Gauges and counters of the engine. Counters only grow while the process lives."""
+    """Gauges and counters of the engine. Counters only grow while the process lives.
+
+    expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -106,6 +110,13 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     nonce: int | None = None
+    expert_tokens: ExpertTokens | None = None
+
+    def after(self, earlier: "Stats") -> "Stats":
+        """This report, with what it leaves out taken from an earlier one."""
+        if self.expert_tokens is not None or earlier.expert_tokens is None:
+            return self
+        return msgspec.structs.replace(self, expert_tokens=earlier.expert_tokens)
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

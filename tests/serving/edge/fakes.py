@@ -18,6 +18,7 @@ from headrace.serving.edge.engine_client import EngineLost, EngineUnavailable, S
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready, Refused, Stats, Topology
+from headrace.serving.engine.ports import ExpertTokens
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 260
@@ -107,6 +108,7 @@ class FakeEngine:
     ready_info: Ready | None = field(default_factory=ready)
     num_restarts: int = 0
     generated: int = 0
+    expert_tokens: ExpertTokens | None = None
     live: dict[RequestId, Live] = field(default_factory=dict)
     submitted: list[Request] = field(default_factory=list)
     cancels: list[tuple[RequestId, CancelReason]] = field(default_factory=list)
@@ -126,6 +128,7 @@ class FakeEngine:
             pages_free=64 - running,
             generation_tokens=self.generated,
             preemptions=3,
+            expert_tokens=self.expert_tokens,
         )
 
     @property
