@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headrace.model.errors import ModelFileError
 from headrace.model.pull import CATALOG, DEFAULT_MODEL, PullError, ResolvedModel, default_cache_dir, resolve_model
+from headrace.serving.app.bench_command import bench
 from headrace.serving.app.build import (
     ATTENTIONS,
     DEFAULT_MEMORY_FRACTION,
@@ -343,6 +344,9 @@ def plan(model_source: str, topology: str, meshes: tuple[str, ...], workload: st
         memory_fraction=flags["memory_fraction"],
     )
     return run_plan(wanted, options, Console(stderr=True))
+
+
+commands.add_command(bench)
 
 
 def _standard_input() -> str:

@@ -10,8 +10,8 @@ from headrace.serving.engine.messages import Ready, Stats
 from headrace.serving.engine.ports import ExpertTokens
 
 MAX_SERIES = 1024
-"""Of tokens by layer and expert. A scrape runs on the event loop that streams, and 1,024 series took it 21 ms (best of 20
-on two busy cores). Models with more (gpt-oss-120b has 4,608) have the imbalance of each layer only."""
+"""Of tokens by layer and expert. A scrape runs on the event loop that streams, and 1,024 series took it 21 ms (best of
+20, on two cores with other work). Models with more (gpt-oss-120b has 4,608) have the imbalance of each layer only."""
 
 
 class ExpertReports(Protocol):

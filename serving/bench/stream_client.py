@@ -86,6 +86,10 @@ class StreamClient:
         history = self._live[id] = History(id, time.monotonic())
         return history
 
+    def forget(self, history: History) -> None:
+        """Its frames need not be kept; what still comes for it goes to ``others``."""
+        self._live.pop(history.id, None)
+
     async def cancel(self, id: str) -> None:
         await self._send({"type": "cancel", "id": id}, None)
 
