@@ -1,6 +1,7 @@
-"""The feed-forward half of a layer: one gated network, or a router and experts."""
+"""The feed-forward half of a layer: one gated network, or a router and experts, with or without one that all take."""
 
 import jax
+import jax.numpy as jnp
 
 from headrace.model.attention import project
 from headrace.model.config import ModelConfig
@@ -42,8 +43,23 @@ def feed_forward(
             is_real_T=is_real_T,
             layer=layer,
         )
+        if w.shared_gate_DF is not None:
+            # Its width is cut over the tensor axis only, and the sum goes over both.
+            part_TD += jnp.where(shards.expert.index == 0, _shared(w, cfg, x_TD), 0)
         return shards.sum(part_TD), load_E
-    assert w.gate_DF is not None and w.up_DF is not None and w.down_FD is not None
-    gate_TF = project("TD,DF->TF", x_TD, w.gate_DF)
-    up_TF = project("TD,DF->TF", x_TD, w.up_DF)
-    return shards.tensor.sum(project("TF,FD->TD", gated(gate_TF, up_TF, cfg.gate), w.down_FD)), None
+    return shards.tensor.sum(_network(x_TD, w.gate_DF, w.up_DF, w.down_FD, cfg)), None
+
+
+def _shared(w: LayerWeights[Array], cfg: ModelConfig, x_TD: Array) -> Array:
+    """float32 [T, D]: this device's part of what the shared expert gives."""
+    part_TD = _network(x_TD, w.shared_gate_DF, w.shared_up_DF, w.shared_down_FD, cfg)
+    if w.shared_score_D1 is None:
+        return part_TD
+    return part_TD * jax.nn.sigmoid(project("TD,DF->TF", x_TD, w.shared_score_D1))
+
+
+def _network(x_TD: Array, gate_DF: Array | None, up_DF: Array | None, down_FD: Array | None, cfg: ModelConfig) -> Array:
+    """float32 [T, D] of the width that this device has."""
+    assert gate_DF is not None and up_DF is not None and down_FD is not None
+    gate_TF, up_TF = project("TD,DF->TF", x_TD, gate_DF), project("TD,DF->TF", x_TD, up_DF)
+    return project("TF,FD->TD", gated(gate_TF, up_TF, cfg.gate), down_FD)
