@@ -9,7 +9,7 @@ An array is float32 [rows, width]: rows are decode rows or the tokens of a chunk
 one program, each on the result of the one before, so that starting a program is not what is measured; the row "nothing"
 is the same loop without a collective, whose time is in all the others. All groups of an axis exchange at once, as in a
 step. Bytes are what a device must receive at least; the share is of the copy bandwidth, measured in the same run with
-all devices copying at once (bytes read and written).
+all devices copying at once (bytes read and written); small arrays, which stay in caches, can be above it.
 """
 
 import argparse
@@ -46,6 +46,8 @@ from scripts import evidence
 Array = jax.Array
 LOOP = 16
 ROWS = (1, 4, 16, 64, 256, 512)
+PLAIN_COLUMNS = 110
+"""Of the table where it goes into a file."""
 COPY_BYTES = 64 << 20
 """Of the array that each device copies: more than caches hold of several such."""
 
@@ -261,7 +263,7 @@ def main() -> int:
         return 0
     topology = topology_of(list(mesh.devices.flat))
     shape = str(MeshShape(**dict(mesh.shape)))
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_COLUMNS)
     console.print(
         f"{args.model}, width {cfg.width}, {topology.num_devices} × {topology.device} in {topology.num_processes} "
         f"processes, mesh {shape}, link {topology.link}; a device copies {copy_per_s / 1e9:.2f} GB/s",

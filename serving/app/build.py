@@ -38,13 +38,14 @@ LADDER_STEP = 4
 class FakeOptions:
     """Tests only: a runner without a model. No command-line option leads here.
 
-    step_ms: each step takes so long. fault: None, or "hang:N", "raise:N", "raise_always:N", "exit:N" (what happens
-    in step N), or "fail_start".
+    step_ms: each step takes so long. num_experts: 0 = none. fault: None, or "hang:N", "raise:N", "raise_always:N",
+    "exit:N" (what happens in step N), or "fail_start".
     """
 
     vocab_size: int = 256
     step_ms: float = 0.0
     fault: str | None = None
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

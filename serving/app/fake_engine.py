@@ -37,7 +37,9 @@ def build_fake_engine(options: EngineOptions, fake: FakeOptions) -> BuiltEngine:
     if fake.fault == "fail_start":
         raise ConfigError("fault fail_start")
     resolved = resolve(options, fake_model(fake.vocab_size))
-    runner = FakeRunner(resolved.scheduler, vocab_size=fake.vocab_size, on_collect=step_hook(fake))
+    runner = FakeRunner(
+        resolved.scheduler, vocab_size=fake.vocab_size, num_experts=fake.num_experts, on_collect=step_hook(fake)
+    )
     return BuiltEngine(
         runner=runner,
         resolved=resolved,

@@ -8,8 +8,9 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
+from websockets.typing import Subprotocol
 
-SUBPROTOCOL = "headrace.v1"
+SUBPROTOCOL = Subprotocol("headrace.v1")
 
 Frame = dict[str, Any]
 """One JSON object of the wire."""
