@@ -21,7 +21,7 @@ endif
 BIN := $(VENV)/bin
 
 CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
-STRICT := core engine edge
+STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda checks venv venv-dev clean $(CHECKS:%=check-%)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headrace.model.errors import ModelFileError
 from headrace.model.pull import CATALOG, DEFAULT_MODEL, PullError, ResolvedModel, default_cache_dir, resolve_model
+from headrace.serving.app.bench_command import bench
 from headrace.serving.app.build import (
     ATTENTIONS,
     DEFAULT_MEMORY_FRACTION,
@@ -398,6 +399,9 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
     found = _find_model(model_source, cache_dir)
     options = EngineOptions(model=str(found.path), **flags)
     return run_checkpoint(CheckpointRequest(model=found.path, target=target), options, Console(stderr=True))
+
+
+commands.add_command(bench)
 
 
 def _standard_input() -> str:

@@ -16,6 +16,7 @@ from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.host_messages import HostPlace
 from headrace.serving.engine.link import encode_frame
+from headrace.serving.engine.messages import Topology
 from headrace.serving.engine.ports import Hosts, Progress, Runner
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape, parse_mesh
@@ -39,13 +40,14 @@ LADDER_STEP = 4
 class FakeOptions:
     """Tests only: a runner without a model. No command-line option leads here.
 
-    step_ms: each step takes so long. fault: None, or "hang:N", "raise:N", "raise_always:N", "exit:N" (what happens
-    in step N), or "fail_start".
+    step_ms: each step takes so long. num_experts: 0 = none. fault: None, or "hang:N", "raise:N", "raise_always:N",
+    "exit:N" (what happens in step N), or "fail_start".
     """
 
     vocab_size: int = 256
     step_ms: float = 0.0
     fault: str | None = None
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +113,14 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """device: platform and kind. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
+    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
     weights and products. weights: how the matrices of products lie in memory."""
 
     runner: Runner
     resolved: ResolvedEngine
     model_hash: str
     weights_bytes: int
-    device: str
+    topology: Topology
     attention: str
     dtype: str
     mesh: str = "tensor=1"

@@ -108,7 +108,7 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
     """What the engine came to on its device, with the memory arithmetic; one row per compiled program; the totals."""
     _print_rows(
         console,
-        ("device", f"{ready.device}, mesh {ready.mesh}{_rank_text(ready)}"),
+        ("device", _topology_text(ready)),
         ("attention", f"{ready.attention} kernels"),
         ("types", f"{_weights_text(ready)}, KV {ready.kv_dtype}"),
         *_memory_rows(model, ready),
@@ -121,8 +121,8 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         table.add_row(*_ledger_row(program))
     console.print(table, highlight=False)
     console.print(
-        f"{ready.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, ready after "
-        f"{ready.warmup_seconds:.1f} s",
+        f"{ready.topology.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, "
+        f"ready after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
 
@@ -133,8 +133,12 @@ def _death_text(options: ServeOptions) -> str:
     return "restarts with back-off" if options.restart_engine else "ends the server with an error"
 
 
-def _rank_text(ready: Ready) -> str:
-    return "" if ready.hosts == 1 else f", over {ready.hosts} hosts, of which this is rank {ready.rank}"
+def _topology_text(ready: Ready) -> str:
+    found = ready.topology
+    if found.num_devices == 1:
+        return f"{found.device}, mesh {ready.mesh}"
+    hosts = f" of {ready.hosts} hosts, of which this is rank {ready.rank}" if ready.hosts > 1 else ""
+    return f"{found.num_devices} × {found.device}{hosts}, mesh {ready.mesh}, joined by {found.link}"
 
 
 def _ledger_row(program: ProgramInfo) -> tuple[str, str, str, str]:

@@ -171,7 +171,7 @@ def ready_message(
             ProgramInfo(name=p.name, seconds=p.seconds, temp_bytes=p.temp_bytes, from_cache=p.from_cache)
             for p in programs
         ),
-        device=built.device,
+        topology=built.topology,
         mesh=built.mesh,
         attention=built.attention,
         dtype=built.dtype,

@@ -11,6 +11,7 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import StepPlan
 from headrace.serving.engine.fake_runner import FakeRunner
 from headrace.serving.engine.host_messages import Loaded
+from headrace.serving.engine.messages import Topology
 from headrace.serving.engine.ports import Hosts, Progress
 
 MAX_CONTEXT = 4096
@@ -42,13 +43,15 @@ def build_fake_engine(
     if hosts is not None:
         hosts.agree(Loaded(facts={}, model_hash="fake", digests={"fake": options.model}, num_pages=1), progress)
     resolved = resolve(options, fake_model(fake.vocab_size))
-    runner = FakeRunner(resolved.scheduler, vocab_size=fake.vocab_size, on_collect=step_hook(fake))
+    runner = FakeRunner(
+        resolved.scheduler, vocab_size=fake.vocab_size, num_experts=fake.num_experts, on_collect=step_hook(fake)
+    )
     return BuiltEngine(
         runner=runner,
         resolved=resolved,
         model_hash="fake",
         weights_bytes=0,
-        device="fake",
+        topology=Topology(platform="fake", device_kind="fake"),
         attention="none",
         dtype="float32",
     )

@@ -31,6 +31,7 @@ from headrace.serving.runner.distributed import connect, devices_of_hosts, is_he
 from headrace.serving.runner.load import PlacedModel, load_placed
 from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.runner import JaxRunner
+from headrace.serving.runner.topology import topology_of
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape
 
@@ -74,7 +75,7 @@ def build_jax_engine(
         resolved=resolved,
         model_hash=model.model_hash,
         weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)),
-        device=f"{device.platform}:{device.device_kind}",
+        topology=topology_of(devices),
         mesh=str(shape),
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
         dtype=backend.dtype.name,

@@ -35,6 +35,9 @@ class CompiledProgram:
     from_cache: bool
 
 
+ExpertTokens = tuple[tuple[int, ...], ...]
+"""By layer and expert."""
+
 Progress = Callable[[str, int, int], None]
 """(what, done, total), called while something long runs."""
 
@@ -52,6 +55,13 @@ class Runner(Protocol):
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step, in dispatch order: the only blocking device-to-host read."""
+        ...
+
+    def expert_tokens(self) -> ExpertTokens | None:
+        """Tokens that each layer sent to each expert since the start, padding left out. Waits for the steps in flight.
+
+        None where the model has no experts, or the counters cannot be read from here.
+        """
         ...
 
     def compiles_after_ready(self) -> int:

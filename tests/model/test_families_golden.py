@@ -60,7 +60,7 @@ def difference(name: str, rows: Any, start: int = 0) -> float:
 
 
 def test_there_are_records() -> None:
-    assert {"mixtral", "qwen3", "qwen3_moe", "gpt_oss", "llama3_rope"} <= set(NAMES)
+    assert {"mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss", "llama3_rope"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,6 +75,8 @@ def test_the_oracle(name: str, models: Models) -> None:
         ("llama3_rope", {"rope_scaling": None}),
         ("mixtral", {"router": Router()}),
         ("mixtral_window", {"sliding_window": 12}),
+        ("qwen2_moe", {"has_shared_gate": False}),
+        ("qwen2_moe", {"shared_expert_width": 0, "has_shared_gate": False}),
         ("qwen3_moe", {"router": Router()}),
         ("qwen3_moe_plain", {"router": Router(renormalize=True)}),
         ("gpt_oss", {"gate": Gate(alpha=1.702, limit=None, up_offset=1.0)}),
