@@ -9,7 +9,7 @@ smallest step too, where XLA unrolls loops and then fuses otherwise.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,11 @@ from headrace.serving.runner.weights import weight_shapes
 
 SAMPLE_PAGES = 8
 """Pages that are measured together, and divided by: a single one could get a layout of its own."""
+Look = Callable[[Bucket, jax.stages.Compiled], None]
+
+
+def _nothing(bucket: Bucket, compiled: jax.stages.Compiled) -> None:
+    """Look at nothing."""
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
@@ -71,10 +76,16 @@ def check_pages(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, 
 
 
 def measure(
-    cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int, fraction: float
+    cfg: ModelConfig,
+    config: SchedulerConfig,
+    backend: Backend,
+    *,
+    limit_bytes: int,
+    fraction: float,
+    look: Look = _nothing,
 ) -> DeviceMemory:
     """What the engine of this model and these buckets takes, on each device; config.num_pages is not looked at, and
-    nothing is placed on a device.
+    nothing is placed on a device. look: gets each step that is compiled for it.
 
     Raises: ConfigError naming --attention where its kernels cannot run the largest step.
     """
@@ -85,7 +96,7 @@ def measure(
     def program(bucket: Bucket, pages: int) -> _Sizes:
         layout = InputLayout(bucket, config, cfg.vocab_size)
         pool = pool_shapes(cfg, replace(config, num_pages=pages), backend)
-        return _sizes(step_program(cfg, layout, backend, placed, pool, state), backend)
+        return _sizes(step_program(cfg, layout, backend, placed, pool, state), backend, bucket, look)
 
     pages = max(known.num_pages // 2, 4)
     largest = program(config.buckets[-1], pages)
@@ -131,8 +142,10 @@ class _Sizes:
     results: int
 
 
-def _sizes(program: Program, backend: Backend) -> _Sizes:
-    found = program.compile(backend.device).memory_analysis()
+def _sizes(program: Program, backend: Backend, bucket: Bucket, look: Look) -> _Sizes:
+    compiled = program.compile(backend.device)
+    look(bucket, compiled)
+    found = compiled.memory_analysis()
     return _Sizes(
         temporary=int(found.temp_size_in_bytes),
         packed=argument_bytes(program.arguments[-1], backend),
