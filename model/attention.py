@@ -10,14 +10,17 @@ from headrace.model.rope import Rotation, rotate
 from headrace.model.weights import LayerWeights
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.kv_quantization import to_pool
-from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Kernels, KVPool
+from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, GroupQuant, Kernels, KVPool
 
 
-def project(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def project(equation: str, x: jax.Array, weight: jax.Array | GroupQuant, kernels: Kernels) -> jax.Array:
     """A product in the weight's type, accumulated and returned in float32.
 
-    float32 is meant as such: by default a GPU or TPU would round the inputs.
+    float32 is meant as such: by default a GPU or TPU would round the inputs. equation: of a quantized weight always
+    rows times a matrix.
     """
+    if isinstance(weight, GroupQuant):
+        return api.quant_matmul(x.astype(weight.dtype), weight, kernels=kernels)
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return jnp.einsum(equation, x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32)
 
@@ -38,9 +41,9 @@ def attention(
 
     Returns (output [T, D] of the heads that w holds, without o_bias_D; pool).
     """
-    q_TNH = _heads(biased(project("TD,DX->TX", x_TD, w.q_DX), w.q_bias_X), cfg)
-    k_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.k_DY), w.k_bias_Y), cfg)
-    v_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.v_DY), w.v_bias_Y), cfg)
+    q_TNH = _heads(biased(project("TD,DX->TX", x_TD, w.q_DX, kernels), w.q_bias_X), cfg)
+    k_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.k_DY, kernels), w.k_bias_Y), cfg)
+    v_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.v_DY, kernels), w.v_bias_Y), cfg)
     if w.q_norm_H is not None and w.k_norm_H is not None:
         q_TNH, k_TKH = rms_norm(q_TNH, w.q_norm_H, cfg.rms_norm_eps), rms_norm(k_TKH, w.k_norm_H, cfg.rms_norm_eps)
     # Queries are in the type of products, like every other activation that a product reads.
@@ -48,7 +51,7 @@ def attention(
     new = to_pool(k_TKH, v_TKH, pool.dtype)
     spec = AttentionSpec(scale=cfg.head_dim**-0.5, window=window)
     out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, sinks_N=w.sinks_N, kernels=kernels)
-    return project("TX,XD->TD", out_TNH.reshape(out_TNH.shape[0], -1), w.o_XD), pool
+    return project("TX,XD->TD", out_TNH.reshape(out_TNH.shape[0], -1), w.o_XD, kernels), pool
 
 
 def biased(x_TX: jax.Array, bias_X: jax.Array | None) -> jax.Array:

@@ -110,11 +110,11 @@ def _embed(embed_VD: Array, token_T: Array, axis: MeshAxis) -> Array:
     return axis.sum(embed_VD.at[index_T].get(mode="fill", fill_value=0).astype(jnp.float32))
 
 
-def logits(weights: Weights[Array], hidden_TD: Array) -> Array:
+def logits(weights: Weights[Array], hidden_TD: Array, *, kernels: Kernels = Kernels()) -> Array:
     """float32 [T, V], of this device's part of the vocabulary; a tied head reads the embedding."""
     if weights.head_DV is None:
-        return project("TD,VD->TV", hidden_TD, weights.embed_VD)
-    return project("TD,DV->TV", hidden_TD, weights.head_DV)
+        return project("TD,VD->TV", hidden_TD, weights.embed_VD, kernels)
+    return project("TD,DV->TV", hidden_TD, weights.head_DV, kernels)
 
 
 def stack_layers(weights: Weights[Array]) -> Weights[Array]:

@@ -44,6 +44,6 @@ def feed_forward(
         )
         return shards.sum(part_TD), load_E
     assert w.gate_DF is not None and w.up_DF is not None and w.down_FD is not None
-    gate_TF = project("TD,DF->TF", x_TD, w.gate_DF)
-    up_TF = project("TD,DF->TF", x_TD, w.up_DF)
-    return shards.tensor.sum(project("TF,FD->TD", gated(gate_TF, up_TF, cfg.gate), w.down_FD)), None
+    gate_TF = project("TD,DF->TF", x_TD, w.gate_DF, kernels)
+    up_TF = project("TD,DF->TF", x_TD, w.up_DF, kernels)
+    return shards.tensor.sum(project("TF,FD->TD", gated(gate_TF, up_TF, cfg.gate), w.down_FD, kernels)), None

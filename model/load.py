@@ -23,10 +23,12 @@ from headrace.model.families import family_named
 from headrace.model.family import FileFormat
 from headrace.model.gguf_metadata import read_gguf
 from headrace.model.gguf_tensors import GGUFSource
+from headrace.model.int8_weights import quantize_channels
 from headrace.model.safetensors_files import SafetensorsSource
-from headrace.model.specs import ParamSpec, param_specs
+from headrace.model.specs import ParamSpec, WeightScheme, param_specs
 from headrace.model.tensor_source import StoredTensor, TensorSource, check_finite, read_bytes
 from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import GroupQuant
 
 Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes) of the stored tensors; called by the thread that loads."""
@@ -47,13 +49,18 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | os.PathLike[str], *, dtype: np.dtype | type = np.float32, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    dtype: np.dtype | type = np.float32,
+    scheme: WeightScheme = WeightScheme.NATIVE,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load and check a whole model.
 
     Args:
       path: a GGUF file, or a directory with config.json and safetensors.
-      dtype: of the matrices in memory, float32 or bfloat16 (vectors are float32).
+      dtype: of the matrices in memory, float32 or bfloat16 (vectors are float32). scheme: see WeightScheme; quantized
+        weights are made from the stored values, not from values rounded to dtype.
       progress: called after each tensor.
     Raises: ModelFileError, which names the file, and the tensor where one is at fault: missing, extra, of the wrong
       shape or an unsupported type, not finite.
@@ -61,30 +68,33 @@ def load_model(
     if is_gguf(path):
         header = read_gguf(path)
         config, source = config_from_gguf(header), GGUFSource(header)
-        return _load(config, source, np.dtype(dtype), progress)
+        return _load(config, source, param_specs(config, dtype, scheme), progress)
     directory = ModelDirectory(path)
-    return _load(config_from_directory(directory), SafetensorsSource(directory), np.dtype(dtype), progress)
+    config = config_from_directory(directory)
+    return _load(config, SafetensorsSource(directory), param_specs(config, dtype, scheme), progress)
 
 
-def _load(config: ModelConfig, source: TensorSource, dtype: np.dtype, progress: Progress | None) -> LoadedModel:
-    specs, treedef = jax.tree.flatten(param_specs(config, dtype))
+def _load(
+    config: ModelConfig, source: TensorSource, wanted: Weights[ParamSpec], progress: Progress | None
+) -> LoadedModel:
+    specs, treedef = jax.tree.flatten(wanted)
     stored = [_pieces(spec, source) for spec in specs]
     _refuse_extra(config, source, {name for spec in specs for name in _names(spec, source.format)})
     interleaved = source.format is FileFormat.GGUF and family_named(config.family).gguf_interleaved_rotary
     sizes = [sum(tensor.num_bytes for tensor in pieces) for pieces in stored]
     total, done = sum(sizes), 0
-    arrays: list[np.ndarray] = []
+    arrays: list[np.ndarray | GroupQuant] = []
     leaves: set[tuple[str, str, tuple[int, ...], str]] = set()
 
-    def load_one(spec: ParamSpec, pieces: list[StoredTensor]) -> tuple[np.ndarray, list[str]]:
-        out, digests = np.empty(spec.shape, spec.dtype), []
+    def load_one(spec: ParamSpec, pieces: list[StoredTensor]) -> tuple[np.ndarray | GroupQuant, list[str]]:
+        out, digests = np.empty(spec.shape, np.float32 if spec.is_quantized else spec.dtype), []
         for tensor, piece in zip(pieces, out if spec.num_experts is not None else [out], strict=True):
             raw = read_bytes(tensor)
             digests.append(hashlib.sha256(raw.data).hexdigest())
             values = source.decode(tensor, raw)
             check_finite(tensor, values)
             arrange(spec, values, piece, interleaved_rotary=interleaved)
-        return out, digests
+        return quantize_channels(spec, out) if spec.is_quantized else out, digests
 
     with ThreadPoolExecutor(_THREADS) as pool:
         jobs = [pool.submit(load_one, spec, pieces) for spec, pieces in zip(specs, stored, strict=True)]

@@ -37,8 +37,9 @@ def partitions(cfg: ModelConfig, mesh: MeshShape) -> Weights[PartitionSpec]:
 
 
 def repeated_heads(x: np.ndarray, spec: ParamSpec) -> np.ndarray:
-    """A weight as the spec of a configuration on a mesh has it: key heads are repeated side by side."""
-    if x.shape == spec.shape or spec.head_dim is None:
+    """A weight, or the values or factors of one, as the spec of a configuration on a mesh has it: key heads are
+    repeated side by side."""
+    if x.shape[-1] == spec.shape[-1] or spec.head_dim is None:
         return x
     heads = x.reshape(*x.shape[:-1], -1, spec.head_dim)
-    return heads.repeat(spec.shape[-1] // x.shape[-1], axis=-2).reshape(spec.shape)
+    return heads.repeat(spec.shape[-1] // x.shape[-1], axis=-2).reshape(*x.shape[:-1], spec.shape[-1])

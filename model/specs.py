@@ -14,6 +14,14 @@ from headrace.model.weights import LayerWeights, Weights
 from headrace.sharding.axes import Axis
 
 
+class WeightScheme(StrEnum):
+    """How matrices that products contract lie in memory: in the type of products, or as int8 with one float32 factor
+    for each output channel (of each expert). Embeddings, routers and vectors are never quantized."""
+
+    NATIVE = "native"
+    INT8 = "int8"
+
+
 class Init(StrEnum):
     """How a weight is drawn at random: ones, zeros, or normal with the standard deviation num_inputs ** -0.5."""
 
@@ -22,11 +30,17 @@ class Init(StrEnum):
     NORMAL = "normal"
 
 
+SCALE_DTYPE = np.dtype(np.float32)
+"""Of factors: one in 576 to 28,672 values, so that 4 bytes cost less than 1%."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """One weight.
 
-    name: path in ``Weights``, such as ``layers.3.q_DX``. shape: in the order of the name's letters.
+    name: path in ``Weights``, such as ``layers.3.q_DX``. shape: in the order of the name's letters. dtype: of the
+      weight; what products read beside it is in that type too.
+    is_quantized: a ``GroupQuant`` that stands for this dtype: int8 of this shape, and factors of scale_shape.
     is_product: a matrix whose first axis (behind that of experts) a product contracts. Files store it as [outputs,
       inputs] unless its source says otherwise. Vectors and the embedding are stored as they are.
     num_experts: the first axis is that of this many experts, whose weights are read one by one; None for other weights.
@@ -41,13 +55,22 @@ class ParamSpec:
     init: Init
     source: SourceName
     is_product: bool = False
+    is_quantized: bool = False
     num_experts: int | None = None
     head_dim: int | None = None
     is_rotated: bool = False
 
     @property
     def num_bytes(self) -> int:
+        """In memory, with factors."""
+        if self.is_quantized:
+            return math.prod(self.shape) + math.prod(self.scale_shape) * SCALE_DTYPE.itemsize
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Of the factors of a quantized weight: one for each output channel."""
+        return (*self.shape[:-2], 1, self.shape[-1])
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -74,8 +97,8 @@ class ParamSpec:
 class _Specs:
     """Makes specs of one model: axes by letter, sources by family."""
 
-    def __init__(self, cfg: ModelConfig, dtype: np.dtype) -> None:
-        self.cfg, self.dtype, self.family = cfg, dtype, family_named(cfg.family)
+    def __init__(self, cfg: ModelConfig, dtype: np.dtype, scheme: WeightScheme) -> None:
+        self.cfg, self.dtype, self.scheme, self.family = cfg, dtype, scheme, family_named(cfg.family)
         self.axes = {
             "V": (cfg.vocab_size, Axis.VOCAB),
             "D": (cfg.width, Axis.WIDTH),
@@ -102,6 +125,7 @@ class _Specs:
             init=init or (Init.ONES if len(letters) == 1 else Init.NORMAL),
             source=source,
             is_product=is_product,
+            is_quantized=is_product and not is_small and self.scheme is WeightScheme.INT8,
             num_experts=self.cfg.num_experts if letters[0] == "E" and len(letters) > 1 else None,
             head_dim=1 if "N" in letters else self.cfg.head_dim if {"X", "Y"} & set(letters) else None,
             is_rotated=path.endswith(("q_DX", "k_DY", "q_bias_X", "k_bias_Y")),
@@ -131,12 +155,15 @@ class _Specs:
         )
 
 
-def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weights[ParamSpec]:
+def param_specs(
+    cfg: ModelConfig, dtype: np.dtype | type = np.float32, scheme: WeightScheme = WeightScheme.NATIVE
+) -> Weights[ParamSpec]:
     """Specs of all weights of a model, in the tree of its ``Weights``.
 
-    dtype: of matrices in memory; vectors and routers are float32. Files may hold other types.
+    dtype: of matrices in memory, or what quantized ones stand for; vectors and routers are float32. scheme: of the
+    matrices that products contract. Files may hold other types.
     """
-    specs = _Specs(cfg, np.dtype(dtype))
+    specs = _Specs(cfg, np.dtype(dtype), scheme)
     return Weights(
         embed_VD=specs.top("embed_VD"),
         layers=tuple(specs.layer(i) for i in range(cfg.num_layers)),
@@ -145,6 +172,8 @@ def param_specs(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> Weight
     )
 
 
-def weight_bytes(cfg: ModelConfig, dtype: np.dtype | type = np.float32) -> int:
+def weight_bytes(
+    cfg: ModelConfig, dtype: np.dtype | type = np.float32, scheme: WeightScheme = WeightScheme.NATIVE
+) -> int:
     """Bytes of all weights in memory; nothing is allocated."""
-    return sum(spec.num_bytes for spec in jax.tree.leaves(param_specs(cfg, dtype)))
+    return sum(spec.num_bytes for spec in jax.tree.leaves(param_specs(cfg, dtype, scheme)))

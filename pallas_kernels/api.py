@@ -167,6 +167,6 @@ def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant, rank: int) ->
     if values.ndim != rank or values.shape[-2] != x_MK.shape[1]:
         raise UnsupportedCase(f"a weight of shape {values.shape} does not fit inputs of shape {x_MK.shape}")
     if isinstance(weight, GroupQuant):
-        shape, scales, group = values.shape, weight.scale_GN.shape, weight.group
-        if shape[-2] % group or scales != (*shape[:-2], shape[-2] // group, shape[-1]):
-            raise UnsupportedCase(f"scales of shape {scales} for values of shape {shape} in groups of {group}")
+        shape, scales = values.shape, weight.scale_GN.shape
+        if scales != (*shape[:-2], scales[-2], shape[-1]) or not scales[-2] or shape[-2] % scales[-2]:
+            raise UnsupportedCase(f"scales of shape {scales} do not fit values of shape {shape}")

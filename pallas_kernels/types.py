@@ -137,16 +137,31 @@ class TokenKV:
 
 @struct.dataclass
 class GroupQuant:
-    """A weight [K, N] (or [E, K, N]) of small integers: scale * value + offset, one scale per group of K and column.
+    """A weight [K, N] (or [..., K, N]) of small integers: scale * value + offset, one scale per group of K and column.
 
-    values_KN: int8 or int4. scale_GN, offset_GN: bfloat16 or float32, G = K / group; offset None = symmetric.
-    group: values along K that share a scale; K itself makes it one scale per output channel.
+    values_KN: int8 or int4. scale_GN, offset_GN: bfloat16 or float32, G groups of as many rows; offset None =
+      symmetric. One group is one scale per output channel; cut along K over a mesh, each device has all of them.
+    stands_for: name of the float type of the weight: what a product reads beside it is in that type.
     """
 
     values_KN: jax.Array
     scale_GN: jax.Array
     offset_GN: jax.Array | None = None
-    group: int = struct.field(pytree_node=False, kw_only=True)
+    stands_for: str = struct.field(pytree_node=False, default="float32", kw_only=True)
+
+    @property
+    def group(self) -> int:
+        """Values along K that share a scale."""
+        return self.values_KN.shape[-2] // self.scale_GN.shape[-2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values_KN.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weight, as of one that is not quantized."""
+        return jnp.dtype(self.stands_for)
 
 
 @struct.dataclass

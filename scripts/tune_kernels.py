@@ -165,7 +165,7 @@ def quant_tasks(chip: Chip) -> Iterator[Task]:
         first = quant.heuristic(*shape, chip.name)
         factors = array((case.contraction // case.group, case.columns), case.scale_dtype)
         values = array((case.contraction, case.columns), f"int{case.bits}")
-        weight = GroupQuant(values, factors, factors if case.affine else None, group=case.group)
+        weight = GroupQuant(values, factors, factors if case.affine else None)
         product = Product(
             chip=chip,
             call=lambda kernels, x, weight: api.quant_matmul(x, weight, kernels=kernels),
@@ -209,7 +209,7 @@ def grouped_tasks(chip: Chip) -> Iterator[Task]:
         weight: Any = array((case.experts_here, case.contraction, case.columns), dtype)
         if case.bits is not None:
             scale = array((case.experts_here, 1, case.columns), case.x_dtype)
-            weight = GroupQuant(weight, scale, None, group=case.contraction)
+            weight = GroupQuant(weight, scale)
 
         def call(kernels: Kernels, x: Any, weight: Any, sizes: Any, offset: int = case.group_offset) -> jax.Array:
             return api.grouped_matmul(x, weight, sizes, group_offset=offset, kernels=kernels)

@@ -18,6 +18,7 @@ from headrace.serving.app.build import (
     DEVICES,
     DTYPES,
     KV_DTYPES,
+    WEIGHTS,
     EngineOptions,
 )
 from headrace.serving.app.console import ProgressDisplay
@@ -119,6 +120,13 @@ def _compute_options() -> tuple[Callable[..., Any], ...]:
             help="Type of weights and products; auto: bfloat16 on GPU and TPU, float32 on CPU.",
         ),
         compute(
+            "--weights",
+            type=click.Choice(WEIGHTS),
+            default="native",
+            help="int8: matrices of products as 8-bit integers with a factor for each output channel; native: in the "
+            "type of --dtype.",
+        ),
+        compute(
             "--kv-dtype",
             type=click.Choice(KV_DTYPES),
             default="auto",
@@ -177,6 +185,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
         mesh=flags["mesh"],
         attention=flags["attention"],
         dtype=flags["dtype"],
+        weights=flags["weights"],
         kv_dtype=flags["kv_dtype"],
         page_size=flags["page_size"],
         pages=flags["pages"],

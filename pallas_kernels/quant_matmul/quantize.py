@@ -40,4 +40,4 @@ def quantize_groups(
     # A group of equal values has scale 0 and is divided by 1.
     divisor_GN = jnp.where(scale_GN > 0, scale_GN.astype(jnp.float32), 1)
     level_GXN = jnp.clip(jnp.round(centered_GXN / divisor_GN[..., None, :]), lowest, half - 1)
-    return GroupQuant(level_GXN.reshape(w_KN.shape).astype(VALUES[bits]), scale_GN, offset_GN, group=group)
+    return GroupQuant(level_GXN.reshape(w_KN.shape).astype(VALUES[bits]), scale_GN, offset_GN)

@@ -28,6 +28,7 @@ DEFAULT_MEMORY_FRACTION = 0.9
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 ATTENTIONS = ("auto", "tpu", "gpu", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
+WEIGHTS = ("native", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 LADDER_STEP = 4
 """Between programs of a ladder; a row or token of padding costs less than one more program to compile."""
@@ -50,8 +51,8 @@ class FakeOptions:
 class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
-    model: path of a .gguf file or a model directory. device, attention, dtype, kv_dtype: see DEVICES and the others.
-    mesh: such as "tensor=4", or a .toml file; None = one device.
+    model: path of a .gguf file or a model directory. device, attention, dtype, weights, kv_dtype: see DEVICES and the
+    others. mesh: such as "tensor=4", or a .toml file; None = one device.
     page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV pool, one at most; None
     = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for num_slots full contexts, at most
     DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens of a step, a multiple of
@@ -64,6 +65,7 @@ class EngineOptions:
     mesh: str | None = None
     attention: str = "auto"
     dtype: str = "auto"
+    weights: str = "native"
     kv_dtype: str = "auto"
     page_size: int | None = None
     pages: int | None = None
@@ -103,7 +105,7 @@ class ResolvedEngine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """device: platform and kind. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
-    weights and products."""
+    weights and products. weights: how the matrices of products lie in memory."""
 
     runner: Runner
     resolved: ResolvedEngine
@@ -113,6 +115,7 @@ class BuiltEngine:
     attention: str
     dtype: str
     mesh: str = "tensor=1"
+    weights: str = "native"
 
 
 def mesh_shape(options: EngineOptions) -> MeshShape:
@@ -170,6 +173,7 @@ def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
         ("--device", options.device, DEVICES),
         ("--attention", options.attention, ATTENTIONS),
         ("--dtype", options.dtype, DTYPES),
+        ("--weights", options.weights, WEIGHTS),
         ("--kv-dtype", options.kv_dtype, KV_DTYPES),
     ):
         if value not in known:

@@ -85,7 +85,7 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         console,
         ("device", f"{ready.device}, mesh {ready.mesh}"),
         ("attention", f"{ready.attention} kernels"),
-        ("types", f"weights and products {ready.dtype}, KV {ready.kv_dtype}"),
+        ("types", f"{_weights_text(ready)}, KV {ready.kv_dtype}"),
         *_memory_rows(model, ready),
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -118,9 +118,17 @@ def _model_text(options: ServeOptions, model: ModelConfig) -> str:
     )
 
 
+def _weights_text(ready: Ready) -> str:
+    if ready.weights == "native":
+        return f"weights and products {ready.dtype}"
+    return f"weights of products {ready.weights}, one float32 factor per output channel; products {ready.dtype}"
+
+
 def _wishes_text(engine: EngineOptions) -> str:
     place = f"--device {engine.device} --mesh {engine.mesh or 'tensor=1'}"
-    types = f"--attention {engine.attention} --dtype {engine.dtype} --kv-dtype {engine.kv_dtype}"
+    types = (
+        f"--attention {engine.attention} --dtype {engine.dtype} --weights {engine.weights} --kv-dtype {engine.kv_dtype}"
+    )
     return f"{place} {types}; what they come to is printed when the engine is ready"
 
 

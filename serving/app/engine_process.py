@@ -151,6 +151,7 @@ def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], sec
         mesh=built.mesh,
         attention=built.attention,
         dtype=built.dtype,
+        weights=built.weights,
         kv_dtype=built.resolved.kv.dtype,
         kv_bytes=built.resolved.kv_bytes,
         memory=built.resolved.memory,

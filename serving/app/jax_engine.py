@@ -30,7 +30,11 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
     mesh = find_mesh(device, shape)
     devices = [device] if mesh is None else list(mesh.devices.flat)
     wishes = Wishes(
-        attention=options.attention, dtype=options.dtype, kv_dtype=options.kv_dtype, interpret=options.interpret
+        attention=options.attention,
+        dtype=options.dtype,
+        weights=options.weights,
+        kv_dtype=options.kv_dtype,
+        interpret=options.interpret,
     )
     backend = choose_backend(device, wishes, mesh)
     resolved = resolve(options, _config_on(config, shape), backend.kv_format)
@@ -41,7 +45,10 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
     elif platform_of(device) != "cpu" and (free := free_bytes(devices)) is not None:
         check_pages(config, resolved.scheduler, backend, limit_bytes=free)
     model = load_model(
-        options.model, dtype=backend.dtype, progress=lambda done, total: progress("loading weights", done, total)
+        options.model,
+        dtype=backend.dtype,
+        scheme=backend.weights,
+        progress=lambda done, total: progress("loading weights", done, total),
     )
     kernels = backend.kernels
     return BuiltEngine(
@@ -53,6 +60,7 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
         mesh=str(shape),
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
         dtype=backend.dtype.name,
+        weights=backend.weights.value,
     )
 
 

@@ -165,6 +165,7 @@ class Service:
             "tokenizer": self._tokenizer.content_hash,
             "template": self._template_hash,
             "dtype": ready.dtype if ready else "",
+            "weights": ready.weights if ready else "",
             "kv_dtype": ready.kv_dtype if ready else "",
             "mesh": ready.mesh if ready else "",
             "attention": ready.attention if ready else "",

@@ -49,8 +49,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
     device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
-    of weights and products. kv_dtype: of pages. kv_bytes: of the pool, null page included. memory: what the number of
-    pages comes from, on each device; None where it was given.
+    of weights and products. weights: how the matrices of products lie in memory. kv_dtype: of pages. kv_bytes: of the
+    pool, null page included. memory: what the number of pages comes from, on each device; None where it was given.
     """
 
     model_hash: str
@@ -65,6 +65,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     mesh: str
     attention: str
     dtype: str
+    weights: str
     kv_dtype: str
     kv_bytes: int
     memory: DeviceMemory | None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from headrace.model.specs import WeightScheme
 from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
 from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
@@ -47,13 +48,14 @@ class DeviceFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """Values of --attention, --dtype and --kv-dtype.
+    """Values of --attention, --dtype, --weights and --kv-dtype.
 
     interpret: tests only: kernels run in Pallas's plain interpreter, on any device, with layers scanned as on theirs.
     """
 
     attention: str = "auto"
     dtype: str = "auto"
+    weights: str = "native"
     kv_dtype: str = "auto"
     interpret: bool = False
 
@@ -61,7 +63,7 @@ class Wishes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """device: None = JAX's default; of a mesh, its first. mesh: None = one device. dtype: of weights, and of what
-    products read. kv_dtype: of pages.
+    products read. weights: how the matrices of products lie in memory. kv_dtype: of pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU and XLA:GPU copy the
     slices of stacked weights (on an H100 three times the traffic of a decode step), so layers are unrolled there; 32 of
@@ -72,6 +74,7 @@ class Backend:
     mesh: Mesh | None = None
     kernels: Kernels = field(default_factory=Kernels)
     dtype: np.dtype = np.dtype(np.float32)
+    weights: WeightScheme = WeightScheme.NATIVE
     kv_dtype: np.dtype = np.dtype(np.float32)
     scan_layers: bool = False
     kv_as_bits: bool = False
@@ -191,6 +194,7 @@ def choose_backend(device: jax.Device, wishes: Wishes, mesh: Mesh | None = None)
         mesh=mesh,
         kernels=kernels,
         dtype=dtype,
+        weights=WeightScheme(wishes.weights),
         kv_dtype=kv_dtype,
         scan_layers=platform_of(device) == "tpu" or (wishes.interpret and kernels.implementation is Implementation.TPU),
         kv_as_bits=is_cpu and is_narrow_float and kernels.implementation is Implementation.REFERENCE,

@@ -46,7 +46,7 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: S
         # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
         sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
         hidden_RD = hidden_TD.at[sampled_row].get(mode="promise_in_bounds")
-        logits_RV = logits(weights, hidden_RD)
+        logits_RV = logits(weights, hidden_RD, kernels=kernels)
         sampled, state = sample(
             logits_RV, state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0, shards.tensor
         )

@@ -11,10 +11,10 @@ from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import partitions, repeated_heads
-from headrace.model.specs import ParamSpec, param_specs
+from headrace.model.specs import SCALE_DTYPE, ParamSpec, param_specs
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import Chip
-from headrace.pallas_kernels.types import Implementation
+from headrace.pallas_kernels.types import GroupQuant, Implementation
 from headrace.serving.runner.backend import Backend
 
 DEFAULT_TILE_ROWS = 8
@@ -24,11 +24,24 @@ LANES = 128
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
     """Shapes, types and places of the weights as ``place`` leaves them; layers to be scanned are stacked on a new first
     axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
-    specs, cuts = param_specs(cfg, backend.dtype), partitions(cfg, backend.mesh_shape)
+    specs, cuts = _specs(cfg, backend), partitions(cfg, backend.mesh_shape)
 
-    def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+    def array(
+        shape: tuple[int, ...], dtype: np.dtype, cut: PartitionSpec, count: tuple[int, ...]
+    ) -> jax.ShapeDtypeStruct:
         sharding = backend.sharding(PartitionSpec(*(None for _ in count), *cut))
-        return jax.ShapeDtypeStruct((*count, *spec.shape), spec.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((*count, *shape), dtype, sharding=sharding)
+
+    def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | GroupQuant:
+        if not spec.is_quantized:
+            return array(spec.shape, spec.dtype, cut, count)
+        # Where the contraction is cut, all devices scale their parts of the sum by the same factors.
+        scale_cut = PartitionSpec(*cut[:-2], None, cut[-1])
+        return GroupQuant(
+            array(spec.shape, np.dtype(np.int8), cut, count),
+            array(spec.scale_shape, SCALE_DTYPE, scale_cut, count),
+            stands_for=spec.dtype.name,
+        )
 
     if backend.scan_layers:
         layers: LayerWeights[Any] = jax.tree.map(
@@ -39,13 +52,20 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
     return laid_out(jax.tree.map(shape, specs, cuts), backend.chip)
 
 
+def _specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
+    return param_specs(cfg, backend.dtype, backend.weights)
+
+
 def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:
     """Shapes with the layout that steps read them in, where it is not XLA's default: see layout_of."""
     if chip is None or chip.implementation is not Implementation.TPU:
         return shapes
 
     def formatted(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        name = next(key.name for key in reversed(path) if isinstance(key, GetAttrKey))
+        *_, field, part = ("", *(key.name for key in path if isinstance(key, GetAttrKey)))
+        if part == "scale_GN":
+            return x
+        name = field if part == "values_KN" else part
         layout = layout_of(name, x, chip)
         return x if layout is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Format(layout, x.sharding))
 
@@ -79,21 +99,21 @@ def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> W
     Layers to be scanned are stacked on the host, one kind of weight at a time: stacked on the device, they would need
     twice its memory.
     """
-    specs, shapes = param_specs(cfg, backend.dtype), weight_shapes(cfg, backend)
+    specs, shapes = _specs(cfg, backend), weight_shapes(cfg, backend)
 
     def put(shape: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
         return jax.device_put(x, shape.sharding if shape.format.layout is None else shape.format)
 
-    def put_one(shape: jax.ShapeDtypeStruct, x: np.ndarray, spec: ParamSpec) -> jax.Array:
-        return put(shape, repeated_heads(x, spec))
+    def put_one(spec: ParamSpec, shape: Any, x: Any) -> Any:
+        return jax.tree.map(lambda shape, x: put(shape, repeated_heads(x, spec)), shape, x)
+
+    def put_stack(spec: ParamSpec, shape: Any, *layers: Any) -> Any:
+        return jax.tree.map(
+            lambda shape, *xs: put(shape, np.stack([repeated_heads(x, spec) for x in xs])), shape, *layers
+        )
 
     if not backend.scan_layers:
-        return jax.tree.map(put_one, shapes, weights, specs)
-    layers: LayerWeights[jax.Array] = jax.tree.map(
-        lambda shape, spec, *leaves: put(shape, np.stack([repeated_heads(x, spec) for x in leaves])),
-        shapes.layers,
-        specs.layers[0],
-        *weights.layers,
-    )
-    without = (tree.replace(layers=()) for tree in (shapes, weights, specs))
+        return jax.tree.map(put_one, specs, shapes, weights)
+    layers: LayerWeights[jax.Array] = jax.tree.map(put_stack, specs.layers[0], shapes.layers, *weights.layers)
+    without = (tree.replace(layers=()) for tree in (specs, shapes, weights))
     return jax.tree.map(put_one, *without).replace(layers=layers)

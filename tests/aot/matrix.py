@@ -255,9 +255,7 @@ def _quant(entry: Entry, kernels: Kernels) -> Built:
     columns = entry.kv_heads * entry.head_dim
     values = "int4" if entry.dtype.startswith("int4") else "int8"
     group = GROUP if entry.dtype.endswith("g32") else WIDTH
-    weight = GroupQuant(
-        array((WIDTH, columns), values), array((WIDTH // group, columns), jnp.bfloat16), None, group=group
-    )
+    weight = GroupQuant(array((WIDTH, columns), values), array((WIDTH // group, columns), jnp.bfloat16))
 
     def call(x: Any, weight: GroupQuant) -> Any:
         return api.quant_matmul(x, weight, kernels=kernels)
@@ -279,7 +277,7 @@ def _grouped(entry: Entry, kernels: Kernels) -> Built:
     values = array(shape, jnp.int8 if entry.dtype == "int8" else jnp.bfloat16)
     weight: Any = values
     if entry.dtype == "int8":
-        weight = GroupQuant(values, array((EXPERTS, 1, columns), jnp.bfloat16), None, group=WIDTH)
+        weight = GroupQuant(values, array((EXPERTS, 1, columns), jnp.bfloat16))
 
     def call(x: Any, weight: Any, sizes: Any, offset: Any) -> Any:
         return api.grouped_matmul(x, weight, sizes, group_offset=offset, kernels=kernels)

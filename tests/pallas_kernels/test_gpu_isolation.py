@@ -33,7 +33,7 @@ out, _ = attend(inputs.q_TNH, inputs.new, pool, inputs.first_row, meta)
 out = np.asarray(out)[[token for token, _, _ in inputs.batch.rows]]
 assert relative_error(out, expected(case, inputs)) < tolerance("float32")
 
-x, weight = np.ones((2, 4), np.float32), GroupQuant(np.ones((4, 2), np.int8), np.ones((1, 2), np.float32), group=4)
+x, weight = np.ones((2, 4), np.float32), GroupQuant(np.ones((4, 2), np.int8), np.ones((1, 2), np.float32))
 for call in (
     lambda: api.paged_attention(inputs.q_TNH, inputs.new, pool, 0, meta, inputs.spec, kernels=gpu),
     lambda: api.write_pages(inputs.new, pool, 0, meta, kernels=gpu),

@@ -46,8 +46,8 @@ class TestQuant:
 
     def test_the_lowest_and_highest_values_of_four_bits(self) -> None:
         values = jnp.tile(jnp.arange(-8, 8, dtype=jnp.int8), (32, 1)).astype(jnp.int4)
-        weight = GroupQuant(values, jnp.ones((1, 16), jnp.float32), group=32)
-        whole = GroupQuant(jnp.tile(values, (2, 1)), jnp.ones((2, 16), jnp.float32), group=32)
+        weight = GroupQuant(values, jnp.ones((1, 16), jnp.float32))
+        whole = GroupQuant(jnp.tile(values, (2, 1)), jnp.ones((2, 16), jnp.float32))
         for w, rows in ((weight, 32), (whole, 64)):
             out = api.quant_matmul(jnp.ones((1, rows), jnp.float32), w, kernels=GPU)
             np.testing.assert_array_equal(out[0], rows * np.arange(-8, 8))
@@ -66,7 +66,7 @@ class TestQuant:
         scale = jax.ShapeDtypeStruct((1 << 11, values.shape[1]), jnp.bfloat16)
         x = jax.ShapeDtypeStruct((1, 1 << 16), jnp.bfloat16)
         with pytest.raises(UnsupportedCase, match="wrap its 32-bit offsets"):
-            jax.eval_shape(functools.partial(api.quant_matmul, kernels=GPU), x, GroupQuant(values, scale, group=32))
+            jax.eval_shape(functools.partial(api.quant_matmul, kernels=GPU), x, GroupQuant(values, scale))
 
 
 class TestGrouped:

@@ -57,22 +57,20 @@ class TestReference:
 class TestRefusals:
     x_MK = jax.ShapeDtypeStruct((2, 64), jnp.float32)
 
-    def refuse(self, values: tuple[int, ...], scales: tuple[int, ...], group: int) -> str:
-        weight = GroupQuant(
-            jax.ShapeDtypeStruct(values, jnp.int8), jax.ShapeDtypeStruct(scales, jnp.float32), group=group
-        )
+    def refuse(self, values: tuple[int, ...], scales: tuple[int, ...]) -> str:
+        weight = GroupQuant(jax.ShapeDtypeStruct(values, jnp.int8), jax.ShapeDtypeStruct(scales, jnp.float32))
         with pytest.raises(UnsupportedCase) as error:
             jax.eval_shape(functools.partial(api.quant_matmul, kernels=REFERENCE), self.x_MK, weight)
         return error.value.why
 
     def test_other_contraction(self) -> None:
-        assert "(32, 8)" in self.refuse((32, 8), (1, 8), 32)
+        assert "(32, 8)" in self.refuse((32, 8), (1, 8))
 
     def test_scales_that_do_not_fit(self) -> None:
-        assert "(1, 8)" in self.refuse((64, 8), (1, 8), 32)
+        assert "(2, 4)" in self.refuse((64, 8), (2, 4))
 
     def test_groups_that_do_not_divide(self) -> None:
-        assert "groups of 48" in self.refuse((64, 8), (1, 8), 48)
+        assert "(3, 8)" in self.refuse((64, 8), (3, 8)) and "(0, 8)" in self.refuse((64, 8), (0, 8))
 
 
 class TestQuantize:
@@ -179,7 +177,6 @@ class TestTpu:
             GroupQuant(
                 jax.ShapeDtypeStruct((case.contraction, case.columns), jnp.int4),
                 jax.ShapeDtypeStruct((case.contraction // 32, case.columns), jnp.bfloat16),
-                group=32,
             ),
         )
         with pytest.raises(UnsupportedCase, match="VMEM"):

@@ -33,6 +33,7 @@ READY = Ready(
     mesh="tensor=1",
     attention="reference",
     dtype="float32",
+    weights="native",
     kv_dtype="float32",
     kv_bytes=1025 * 737_280,
     memory=None,
@@ -45,11 +46,17 @@ def test_what_is_known_before_the_engine_has_a_device() -> None:
     options = ServeOptions(model_name="small", model_path=Path("m.gguf"), engine=engine)
     text = printed(print_configuration, options, SMOLLM2)
     assert "this machine alone; no keys; origins: the server's own; http" in text
-    assert (
-        "--device auto --mesh tensor=1 --attention auto --dtype bfloat16 --kv-dtype auto; what they come to is" in text
-    )
+    asked = "--device auto --mesh tensor=1 --attention auto --dtype bfloat16 --weights native --kv-dtype auto; what"
+    assert asked in text
     assert "up to 8 streams and 256 prompt tokens a step; prefix cache on" in text
     assert "KV per token" not in text and "pages" not in text  # they follow from the device
+
+
+def test_quantized_weights_are_named_with_their_factors() -> None:
+    text = printed(print_ledger, SMOLLM2, msgspec.structs.replace(READY, weights="int8", dtype="bfloat16"))
+    assert (
+        "types weights of products int8, one float32 factor per output channel; products bfloat16, KV float32" in text
+    )
 
 
 def test_memory_arithmetic() -> None:

@@ -80,7 +80,7 @@ def ready(**changes: object) -> Ready:
         "model_hash": "ab" * 32, "num_pages": 65, "page_size": 16, "num_slots": 4, "max_context": CONTEXT,
         "kv_bytes_per_token": 1024, "weights_bytes": 1, "programs": (), "device": "fake", "warmup_seconds": 0.0,
         "mesh": "tensor=1", "attention": "none", "dtype": "float32", "kv_dtype": "float32", "memory": None,
-        "kv_bytes": 65 * 16 * 1024,
+        "kv_bytes": 65 * 16 * 1024, "weights": "native",
     }  # fmt: skip
     return Ready(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -279,6 +279,7 @@ async def test_the_contract_changes_with_weights_types_and_kernels() -> None:
     for other in (
         {"model_hash": "cd" * 32},
         {"dtype": "bfloat16"},
+        {"weights": "int8"},
         {"kv_dtype": "int8"},
         {"attention": "tpu"},
         {"mesh": "tensor=2"},
