@@ -329,6 +329,7 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
     help="As for serve, such as tensor=4; may be given several times.  [default: auto, all that fit the slice]",
 )
 @compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
+@compute("--weights", type=click.Choice(WEIGHTS), default="native", help="As for serve: as --dtype, or int8.")
 @compute("--kv-dtype", "--kv", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
 @memory("--context", type=int, default=8192, help="Most tokens of a request.")
 @memory("--max-streams", type=int, default=64, help="Requests that generate at the same time, on each copy.")
@@ -364,6 +365,7 @@ def plan(model_source: str, as_json: bool, plot: Path | None, **flags: Any) -> i
     options = EngineOptions(
         model=model_source,
         dtype=flags["dtype"],
+        weights=flags["weights"],
         kv_dtype=flags["kv_dtype"],
         context=flags["context"],
         num_slots=flags["max_streams"],

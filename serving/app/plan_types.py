@@ -97,13 +97,15 @@ class Point:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """Bytes of one device. code_bytes: by program; None where the compiler does not say. tokens: of KV that fit.
-    layer_kv_bytes: of one layer's pages. seconds, cpu_seconds: of the process that compiled."""
+    layer_kv_bytes: of one layer's pages. weights, kv_dtype: what they are stored as. seconds, cpu_seconds: of the
+    process that compiled."""
 
     memory: DeviceMemory
     code_bytes: dict[str, int | None]
     tokens: int
     layer_kv_bytes: int
-    dtypes: tuple[str, str, str]
+    weights: str
+    kv_dtype: str
     seconds: float
     cpu_seconds: float
 

@@ -22,7 +22,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.config_files import read_config
 from headrace.model.on_mesh import config_on_mesh
 from headrace.model.published.configurations import PUBLISHED, published_config
-from headrace.model.specs import param_specs
+from headrace.model.specs import WeightScheme, param_specs
 from headrace.pallas_kernels.chips import Chip, chip_of
 from headrace.serving.app.build import DEFAULT_MEMORY_FRACTION, EngineOptions, resolve
 from headrace.serving.app.plan_cost import CostModel, stream_numbers
@@ -83,7 +83,7 @@ def answer(job: PlanJob) -> PlanAnswer:
 
 
 def wishes(options: EngineOptions, of: Slice) -> Wishes:
-    return Wishes(attention=of.kind.platform, dtype=options.dtype, kv_dtype=options.kv_dtype)
+    return Wishes(attention=of.kind.platform, dtype=options.dtype, weights=options.weights, kv_dtype=options.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,10 @@ class _Work:
             code_bytes=dict(sorted(code.items())),
             tokens=tokens,
             layer_kv_bytes=memory.num_pages * memory.page_bytes // self.cfg.num_layers,
-            dtypes=(self.backend.dtype.name, self.backend.dtype.name, self.backend.kv_dtype.name),
+            weights=self.backend.dtype.name
+            if self.backend.weights is WeightScheme.NATIVE
+            else self.backend.weights.value,
+            kv_dtype=self.backend.kv_dtype.name,
             seconds=time.monotonic() - started_s,
             cpu_seconds=time.process_time(),
         )
@@ -180,7 +183,7 @@ class _Work:
             cfg=self.cfg,
             mesh=shape,
             chip=self.chip,
-            specs=param_specs(self.cfg, self.backend.dtype),
+            specs=param_specs(self.cfg, self.backend.dtype, self.backend.weights),
             token_bytes=found.memory.page_bytes / page,
             lies=lambda axes: group_along(of, devices, shape, axes),
         )
