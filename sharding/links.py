@@ -33,7 +33,7 @@ class ChipLinks:
     inside_bytes_per_s: float | None = None
 
 
-LINKS: Mapping[str, ChipLinks] = MappingProxyType(
+KINDS_OF_LINKS: Mapping[str, ChipLinks] = MappingProxyType(
     {
         "v5e": ChipLinks(bytes_per_s=45e9),
         "v5p": ChipLinks(bytes_per_s=90e9),
@@ -102,9 +102,9 @@ class Group:
 
 def links_of(chip: str) -> ChipLinks:
     """Raises: MeshError where nothing is known of a chip."""
-    if chip not in LINKS:
-        raise MeshError(f"no link bandwidth is known for {chip}; known: {', '.join(LINKS)}")
-    return LINKS[chip]
+    if chip not in KINDS_OF_LINKS:
+        raise MeshError(f"no link bandwidth is known for {chip}; known: {', '.join(KINDS_OF_LINKS)}")
+    return KINDS_OF_LINKS[chip]
 
 
 def grid_group(of: Slice, places: Sequence[tuple[int, ...]]) -> Group:

@@ -83,11 +83,11 @@ def make_plan(
             raise ConfigError(answer.refusal)
     order = {(str(of), str(mesh)): place for place, (of, mesh) in enumerate(chosen)}
     rows = sorted((row for answer in answers for row in answer.rows), key=lambda row: order[row.topology, row.mesh])
-    known = next((row.compiled for row in rows if row.compiled is not None), None)
+    stored = next((answer for answer in answers if answer.weights is not None), PlanAnswer())
     return Plan(
         model=wanted.model,
-        weights=known.weights if known else options.weights,
-        kv_dtype=known.kv_dtype if known else options.kv_dtype,
+        weights=stored.weights or options.weights,
+        kv_dtype=stored.kv_dtype or options.kv_dtype,
         workload=wanted.work,
         rows=tuple(rows),
         left_out=tuple(left_out),

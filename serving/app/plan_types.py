@@ -97,15 +97,12 @@ class Point:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """Bytes of one device. code_bytes: by program; None where the compiler does not say. tokens: of KV that fit.
-    layer_kv_bytes: of one layer's pages. weights, kv_dtype: what they are stored as. seconds, cpu_seconds: of the
-    process that compiled."""
+    layer_kv_bytes: of one layer's pages. seconds, cpu_seconds: of the process that compiled."""
 
     memory: DeviceMemory
     code_bytes: dict[str, int | None]
     tokens: int
     layer_kv_bytes: int
-    weights: str
-    kv_dtype: str
     seconds: float
     cpu_seconds: float
 
@@ -139,9 +136,12 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """refusal: what a person did wrong, which ends the command; then there are no rows."""
+    """weights, kv_dtype: what they are stored as; None where no compiler came so far. refusal: what a person did wrong,
+    which ends the command; then there are no rows."""
 
     rows: tuple[PlanRow, ...] = ()
+    weights: str | None = None
+    kv_dtype: str | None = None
     refusal: str | None = None
 
 

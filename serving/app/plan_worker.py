@@ -34,7 +34,7 @@ from headrace.serving.core.plan import Bucket
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_mesh
 from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.memory import measure
+from headrace.serving.runner.memory import known_arguments, measure
 from headrace.serving.runner.programs import program_name, step_program
 from headrace.serving.runner.weights import weight_shapes
 from headrace.sharding.errors import MeshError
@@ -79,7 +79,8 @@ def answer(job: PlanJob) -> PlanAnswer:
         rows.append(
             replace(row, misfit=found) if isinstance(found, str) else work.counted(row, found, shape, of, devices[of])
         )
-    return PlanAnswer(rows=tuple(rows))
+    weights = backend.dtype.name if backend.weights is WeightScheme.NATIVE else backend.weights.value
+    return PlanAnswer(rows=tuple(rows), weights=weights, kv_dtype=backend.kv_dtype.name)
 
 
 def wishes(options: EngineOptions, of: Slice) -> Wishes:
@@ -107,8 +108,8 @@ class _Work:
 
     def compiled(self) -> Compiled | str:
         """Or why it does not fit."""
-        # The compiler refuses what is larger than the device, so that is counted first, without its padding.
-        why = misfit(self._unpadded())
+        # The compiler refuses what is larger than the device, so that is counted first: without padding, then with it.
+        why = misfit(self._unpadded()) or misfit(self._padded())
         if why is not None:
             return why
         started_s, code = time.monotonic(), {}
@@ -143,10 +144,6 @@ class _Work:
             code_bytes=dict(sorted(code.items())),
             tokens=tokens,
             layer_kv_bytes=memory.num_pages * memory.page_bytes // self.cfg.num_layers,
-            weights=self.backend.dtype.name
-            if self.backend.weights is WeightScheme.NATIVE
-            else self.backend.weights.value,
-            kv_dtype=self.backend.kv_dtype.name,
             seconds=time.monotonic() - started_s,
             cpu_seconds=time.process_time(),
         )
@@ -161,6 +158,9 @@ class _Work:
             steps_bytes=0,
             **self.limits,
         )
+
+    def _padded(self) -> DeviceMemory:
+        return known_arguments(self.cfg, self.scheduler(2), self.backend, **self.limits)
 
     def _compile_decode(self, look: Any) -> None:
         """The largest decode program; a mixed one is what ``measure`` compiles."""

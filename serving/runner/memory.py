@@ -65,7 +65,9 @@ def check_pages(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, 
 
     Raises: ConfigError with the sum.
     """
-    known = _arguments(config_on_mesh(cfg, backend.mesh_shape), config, backend, limit_bytes=limit_bytes, fraction=1.0)
+    known = known_arguments(
+        config_on_mesh(cfg, backend.mesh_shape), config, backend, limit_bytes=limit_bytes, fraction=1.0
+    )
     if known.total_bytes(config.num_pages) > limit_bytes:
         most = max((limit_bytes - known.fixed_bytes) // known.page_bytes, 0)
         raise ConfigError(
@@ -90,7 +92,7 @@ def measure(
     Raises: ConfigError naming --attention where its kernels cannot run the largest step.
     """
     cfg = config_on_mesh(cfg, backend.mesh_shape)
-    known = _arguments(cfg, config, backend, limit_bytes=limit_bytes, fraction=fraction)
+    known = known_arguments(cfg, config, backend, limit_bytes=limit_bytes, fraction=fraction)
     placed, state = weight_shapes(cfg, backend), state_shapes(cfg, config, backend)
 
     def program(bucket: Bucket, pages: int) -> _Sizes:
@@ -116,7 +118,7 @@ def measure(
     )
 
 
-def _arguments(
+def known_arguments(
     cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int, fraction: float
 ) -> DeviceMemory:
     """What lives from start to end; temporaries and steps are 0, and nothing is compiled that takes time. cfg: on the
