@@ -9,11 +9,12 @@ another with the CUDA compiler.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -142,10 +143,14 @@ def main() -> int:
     if args.install:
         subprocess.run([args.cuda_python, "-c", "from scripts.aot_cuda import install; install()"], check=True)
     started_s = time.monotonic()
-    runs = [run(command, args.cuda_python, console) for command in COMMANDS]
+    runs = {
+        number: run(command, args.cuda_python, console)
+        for number, command in enumerate(COMMANDS)
+        if args.only.search(command.name)
+    }
     seconds = time.monotonic() - started_s
-    problems = [f"{found.command.name}: {problem}" for found in runs for problem in found.problems]
-    compared = [] if any(found.document is None for found in runs) else [compare(public, runs) for public in PUBLIC]
+    problems = [f"{found.command.name}: {problem}" for found in runs.values() for problem in found.problems]
+    compared = [compare(public, document) for public in PUBLIC if (document := _document(runs.get(public.command)))]
     for one in compared:
         console.print(one["says"])
         if one["problem"]:
@@ -158,8 +163,8 @@ def main() -> int:
         args.out,
         not problems,
         seconds=round(seconds),
-        cpu_seconds=round(sum(found.cpu_seconds for found in runs)),
-        commands=[found.as_json() for found in runs],
+        cpu_seconds=round(sum(found.cpu_seconds for found in runs.values())),
+        commands=[found.as_json() for found in runs.values()],
         public=compared,
         problems=problems,
     )
@@ -169,6 +174,7 @@ def _arguments() -> argparse.Namespace:
     parser = evidence.arguments(__doc__)
     parser.add_argument("--cuda-python", required=True, help="interpreter of the environment with the CUDA compiler")
     parser.add_argument("--install", action="store_true", help="first install the CUDA compiler there")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="commands whose name has this")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all commands together")
     return parser.parse_args()
 
@@ -262,9 +268,11 @@ def _undivided(mesh: str) -> str:
     return ",".join(part for part in mesh.split(",") if not part.startswith("data="))
 
 
-def compare(public: Public, runs: Sequence[Run]) -> dict[str, Any]:
-    document = runs[public.command].document
-    assert document is not None
+def _document(found: Run | None) -> Document | None:
+    return None if found is None else found.document
+
+
+def compare(public: Public, document: Document) -> dict[str, Any]:
     row = next(row for row in document["rows"] if row["mesh"] == public.mesh)
     point = next(point for point in row["points"] if point["streams"] == public.streams)
     decode = point["decode"]

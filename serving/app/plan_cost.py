@@ -84,7 +84,8 @@ class CostModel:
     def _weights(self, shape: StepShape) -> tuple[float, float]:
         weight_bytes, flops = 0.0, 0.0
         for spec in jax.tree.leaves(self.specs):
-            parts = math.prod(self.mesh.sizes[axis] for axis in partition(spec, self.mesh) if axis is not None)
+            cut = (axis for axis in partition(spec, self.mesh) if axis is not None)
+            parts = math.prod(self.mesh.sizes[axis] for axis in cut)
             read, used = _shares(spec, self.cfg, shape)
             weight_bytes += spec.num_bytes * read / parts
             flops += 2 * math.prod(spec.shape) * used / parts
