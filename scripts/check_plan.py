@@ -243,7 +243,10 @@ def compare_sums(program: Path, document: Document, model: str) -> tuple[str, bo
     """(what a compiled program sums beside what the plan counts, whether they agree): of the sums that every greedy
     step makes, by size."""
     mesh, name = _mesh_and_program(program.stem)
-    row = next(r for r in document["rows"] if r["misfit"] is None and _undivided(r["mesh"]) == mesh)
+    fitting = [row for row in document["rows"] if row["misfit"] is None and _undivided(row["mesh"]) == mesh]
+    if not fitting:
+        return f"{mesh} {name}: compiled, and does not fit", True
+    row = fitting[0]
     kind, _, size = name.partition("-")
     rows, _, prompt = size.partition("+")
     point = row["points"][-1]

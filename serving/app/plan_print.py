@@ -27,7 +27,8 @@ SHOWN_ROWS = (
     "weights",
     "temporaries",
     "code",
-    "tokens of KV that fit",
+    "KV pages that fit",
+    "tokens in them",
     "streams at once",
     "decode: FLOPs",
     "decode: bytes of HBM",
@@ -89,6 +90,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         f"{compiled.memory.weights_bytes / GIB:.2f} GiB",
         f"{compiled.memory.temporary_bytes / 1e6:.0f} MB",
         f"{sum(known) / 1e6:.0f} MB" if known else "not told",
+        f"{copies}{compiled.pages:,}",
         f"{copies}{compiled.tokens:,}",
         f"{copies}{point.streams}",
         f"{cost.flops / 1e9:,.0f} G",
@@ -169,7 +171,9 @@ def _row(row: PlanRow) -> dict[str, object]:
         }
         for point in row.points
     ]
-    return asdict(row) | {"points": points, "alone": None if row.alone is None else _cost(row.alone)}
+    compiled = None if row.compiled is None else asdict(row.compiled) | {"pages": row.compiled.pages}
+    alone = None if row.alone is None else _cost(row.alone)
+    return asdict(row) | {"points": points, "alone": alone, "compiled": compiled}
 
 
 def _cost(cost: StepCost) -> dict[str, object]:

@@ -106,6 +106,11 @@ class Compiled:
     seconds: float
     cpu_seconds: float
 
+    @property
+    def pages(self) -> int:
+        """Without the null page."""
+        return self.memory.num_pages - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:

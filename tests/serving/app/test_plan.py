@@ -184,6 +184,7 @@ def test_the_json_object_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> No
     assert point["decode"]["seconds"] == pytest.approx(0.004) and point["decode"]["bound"] == "memory"
     assert point["decode"]["exchanges"][0]["axes"] == ["tensor"]
     assert fits["compiled"]["memory"]["weights_bytes"] == 4 << 30
+    assert fits["compiled"]["pages"] == MEMORY.num_pages - 1
     assert [choice["is_best"] for choice in document["choices"]] == [True, True]
 
 
@@ -295,7 +296,7 @@ def test_a_table_of_a_slice_has_a_column_for_each_mesh(capsys: pytest.CaptureFix
     lines = {line[:30].strip(): line[30:].strip() for line in capsys.readouterr().out.splitlines()}
     assert set(SHOWN_ROWS) <= lines.keys()
     assert lines["code"] == "not told"
-    assert lines["tokens of KV that fit"] == "2 x 820,160" and lines["streams at once"] == "2 x 8"
+    assert lines["tokens in them"] == "2 x 820,160" and lines["streams at once"] == "2 x 8"
     assert lines["decode: sums"] == "tensor 2x2: 65 x 262 kB"
     assert lines["decode: on each link"] == "12.8 MB"
     assert lines["tokens/s of all streams"] == f"{2 * 8 / 0.0048:,.0f}"
