@@ -44,7 +44,7 @@ def save_plot(title: str, found: Sequence[Choice], path: Path) -> None:
         color="black",
         linewidth=2,
         zorder=0,
-        label="front",
+        label="front, with its streams",
     )
     for choice in best:
         at = 1e3 * choice.token_s, choice.tokens_per_s_per_chip
@@ -52,6 +52,9 @@ def save_plot(title: str, found: Sequence[Choice], path: Path) -> None:
     axes.set(
         title=title, xlabel="ms between tokens of a stream", ylabel="tokens/s per chip", xscale="log", yscale="log"
     )
+    axes.xaxis.set_minor_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=7)
     try:
