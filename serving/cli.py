@@ -342,12 +342,24 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
 
 @commands.command(cls=SectionCommand)
 @click.argument("model_source", metavar="MODEL")
-@compute("--topology", required=True, help="Slice of TPUs to compile for, such as v5e:4x4, v5p:2x2x1 or v6e:2x2.")
-@compute("--mesh", "meshes", multiple=True, help="As for serve, such as tensor=4; may be given several times.")
+@compute(
+    "--topology",
+    "topologies",
+    required=True,
+    multiple=True,
+    help="Slice to compile for, such as v5e:4x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h100:4; may be given several times.",
+)
+@compute(
+    "--mesh",
+    "meshes",
+    multiple=True,
+    help="As for serve, such as tensor=4; may be given several times.  [default: auto, all that fit the slice]",
+)
 @compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
-@compute("--kv-dtype", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
+@compute("--weights", type=click.Choice(WEIGHTS), default="native", help="As for serve: as --dtype, or int8.")
+@compute("--kv-dtype", "--kv", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
 @memory("--context", type=int, default=8192, help="Most tokens of a request.")
-@memory("--max-streams", type=int, default=64, help="Requests that generate at the same time.")
+@memory("--max-streams", type=int, default=64, help="Requests that generate at the same time, on each copy.")
 @memory("--chunk-tokens", type=int, default=512, help="Most prompt tokens of one step.")
 @memory(
     "--memory-fraction",
@@ -356,29 +368,38 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
     help="Share of HBM.",
 )
 @memory("--workload", default="1024:256", metavar="IN:OUT", help="Tokens of a prompt and of its answer.")
-@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def plan(model_source: str, topology: str, meshes: tuple[str, ...], workload: str, as_json: bool, **flags: Any) -> int:
-    """Say whether MODEL fits on a slice of TPUs and what bounds it, without the TPUs.
+@output("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture to write: .svg, .png or .pdf.")
+@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@output("--keep-hlo", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder for the programs.")
+def plan(model_source: str, as_json: bool, plot: Path | None, **flags: Any) -> int:
+    """Say whether MODEL fits on a slice of accelerators and what bounds it, without them.
 
-    MODEL is a published name (llama-3.1-8b, llama-3.1-70b, qwen3-32b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b,
-    gpt-oss-120b), a .gguf file or a directory with a config.json; weights are not needed. The programs that would be
-    served are compiled by the TPU's own compiler, which comes with the tpu extra of this package.
+    MODEL is a published name (llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mixtral-8x7b,
+    gpt-oss-20b, gpt-oss-120b), a .gguf file or a directory with a config.json; weights are not needed. The programs
+    that would be served are compiled by the accelerator's own compiler, which comes with the tpu or the cuda extra of
+    this package.
     """
-    from headrace.serving.app.plan_command import PlanRequest, run_plan
+    from headrace.serving.app.plan import PlanRequest
+    from headrace.serving.app.plan_command import parse_workload, run_plan
 
     wanted = PlanRequest(
-        model=model_source, topology=topology, meshes=meshes or ("tensor=1",), workload=workload, as_json=as_json
+        model=model_source,
+        topologies=flags["topologies"],
+        meshes=flags["meshes"],
+        work=parse_workload(flags["workload"]),
+        keep_hlo=flags["keep_hlo"],
     )
     options = EngineOptions(
         model=model_source,
         dtype=flags["dtype"],
+        weights=flags["weights"],
         kv_dtype=flags["kv_dtype"],
         context=flags["context"],
         num_slots=flags["max_streams"],
         chunk_tokens=flags["chunk_tokens"],
         memory_fraction=flags["memory_fraction"],
     )
-    return run_plan(wanted, options, Console(stderr=True))
+    return run_plan(wanted, options, Console(stderr=True), as_json=as_json, plot=plot)
 
 
 @commands.command(cls=SectionCommand)

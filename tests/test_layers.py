@@ -42,6 +42,7 @@ JAX_FREE = (
     "headrace.model.tokenizer", "headrace.model.chat_template", "headrace.model.pull", "headrace.model.errors",
     "headrace.serving.app.serve", "headrace.serving.app.options",
     "headrace.serving.app.bench_command", "headrace.serving.app.bench_report",
+    "headrace.serving.app.plan_command",
 )  # fmt: skip
 JAX_FREE_FOLDERS = ("serving/bench", "serving/core", "serving/engine", "serving/edge", "serving/cluster")
 
