@@ -7,13 +7,15 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.live import SMALL, start_server
+from tests.live import start_server
 
+ONE_STREAM = ("--max-streams", "1", "--context", "256", "--chunk-tokens", "64")
+"""Two programs, of thirty layers each."""
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def test_a_mesh_answers_as_one_device_does(tmp_path: Path) -> None:
-    server = start_server(tmp_path / "log", "smollm2-135m", *SMALL, "--device", "cpu", "--mesh", "tensor=3")
+    server = start_server(tmp_path / "log", "smollm2-135m", *ONE_STREAM, "--device", "cpu", "--mesh", "tensor=3")
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         chunks = client.chat.completions.create(
