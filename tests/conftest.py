@@ -30,8 +30,8 @@ LONGEST_FIRST = (
     "serving/runner/test_families.py",
     "model/test_oracle.py",
 )
-"""Files of a minute and more. pytest-xdist takes file by file in this order (--no-loadscope-reorder): were one of them the
-last, a processor would wait for it."""
+"""Files of a minute and more. pytest-xdist takes file by file in this order (--no-loadscope-reorder): were one of them
+the last, a processor would wait for it."""
 
 # Before JAX starts a back end: meshes of CPU devices. Everything else runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
