@@ -44,9 +44,10 @@ venv-dev: python
 serve: venv
 	@exec $(BIN)/headrace serve $(ARGS)
 
-# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures.
+# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures;
+# the longest come first (tests/conftest.py).
 test: venv-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: venv-dev typecheck
 	$(BIN)/ruff check .

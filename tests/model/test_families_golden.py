@@ -25,6 +25,7 @@ from tests.golden import random_weights
 from tests.model.paged_steps import Segment, new_pool, pages, run
 from tests.model.tiny import write_json
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 FOLDER = Path(__file__).parent.parent / "golden" / "families"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 Models = dict[str, tuple[ModelConfig, Weights[jax.Array]]]
