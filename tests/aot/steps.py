@@ -92,7 +92,8 @@ def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
                 yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="bfloat16")
                 if chip == "v6e" and model.startswith("llama"):
                     yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="int8")
-            if chip in INT8_CHIPS:
+        if chip in INT8_CHIPS:
+            for kind in ProgramKind:
                 yield WholeStep(
                     chip=chip, model="llama-3.1-8b", kind=kind, kv_dtype="bfloat16", weights=WeightScheme.INT8
                 )
