@@ -89,8 +89,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     console.print(table, highlight=False)
     console.print(
         f"{figures['output_tokens_per_s']:,.1f} output tokens/s ({figures['output_tokens']:,} in "
-        f"{figures['seconds']:.1f} s), {figures['prompt_tokens']:,} prompt tokens ({figures['cached_tokens']:,} cached), "
-        f"{figures['requests_per_s']:.2f} requests/s",
+        f"{figures['seconds']:.1f} s), {figures['prompt_tokens']:,} prompt tokens, of which "
+        f"{figures['cached_tokens']:,} were cached, {figures['requests_per_s']:.2f} requests/s",
         highlight=False,
     )
     if figures["failed"]:
