@@ -52,7 +52,7 @@ class BenchRequest:
 @work("--max-tokens", type=int, default=64, help="Tokens of an answer.")
 @work("--temperature", type=float, default=0.0, help="0 is greedy.")
 @work("--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of --max-tokens; not every server can.")
-@work("--seed", type=int, default=0, help="Of the prompts, no two of which are alike.")
+@work("--seed", type=int, default=0, help="Of the prompts, all different; a new seed finds no cached prefixes.")
 @output("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
 def bench(url: str, **flags: Any) -> int:
     """Measure the server at URL, such as http://127.0.0.1:8000, with a closed loop of requests.

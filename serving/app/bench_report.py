@@ -58,6 +58,7 @@ def result_of(
                 "first_s": at(outcome.first_s),
                 "ended_s": at(outcome.ended_s),
                 "prompt_tokens": outcome.prompt_tokens,
+                "cached_tokens": outcome.cached_tokens,
                 "output_tokens": outcome.output_tokens,
                 "error": outcome.error,
             }
@@ -88,8 +89,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     console.print(table, highlight=False)
     console.print(
         f"{figures['output_tokens_per_s']:,.1f} output tokens/s ({figures['output_tokens']:,} in "
-        f"{figures['seconds']:.1f} s), {figures['prompt_tokens']:,} prompt tokens, "
-        f"{figures['requests_per_s']:.2f} requests/s",
+        f"{figures['seconds']:.1f} s), {figures['prompt_tokens']:,} prompt tokens, of which "
+        f"{figures['cached_tokens']:,} were cached, {figures['requests_per_s']:.2f} requests/s",
         highlight=False,
     )
     if figures["failed"]:

@@ -1,8 +1,9 @@
 """What came of one request, and of all of them: rates, percentiles, errors by type."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,8 @@ class Outcome:
 
     error: None, a code of the server's, or one of ours: connection_lost, timeout, no_end (the answer stopped without
     one), broken_stream (numbers of frames with a gap), http_STATUS. gaps_ms: between tokens. output_tokens: as the
-    server counted them, or pieces of text where it does not say.
+    server counted them, or pieces of text where it does not say. cached_tokens: of the prompt, that it had already; 0
+    where it does not say.
     """
 
     index: int
@@ -27,6 +29,7 @@ class Outcome:
     first_s: float | None = None
     error: str | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     gaps_ms: tuple[float, ...] = ()
 
@@ -35,6 +38,12 @@ def clean_code(code: object) -> str:
     """A server's error code as a label: short, of one line."""
     text = "".join(c if c.isalnum() or c in "_-." else "_" for c in str(code))[:MAX_CODE_CHARS]
     return text or "unnamed"
+
+
+def cached_of(usage: Mapping[str, Any]) -> int:
+    """From an OpenAI usage object; 0 where it does not say."""
+    details = usage.get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
 
 
 def gaps_of(times_s: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
@@ -69,6 +78,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "errors": errors,
         "seconds": round(seconds, 3),
         "prompt_tokens": sum(outcome.prompt_tokens for outcome in good),
+        "cached_tokens": sum(outcome.cached_tokens for outcome in good),
         "output_tokens": output_tokens,
         "output_tokens_per_s": round(output_tokens / seconds, 2) if seconds else 0.0,
         "requests_per_s": round(len(good) / seconds, 3) if seconds else 0.0,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 from websockets.exceptions import WebSocketException
 
-from headrace.serving.bench.outcome import Outcome, clean_code, gaps_of
+from headrace.serving.bench.outcome import Outcome, cached_of, clean_code, gaps_of
 from headrace.serving.bench.stream_client import History, StreamClient
 from headrace.serving.core.errors import ConfigError
 
@@ -170,6 +170,7 @@ class NativeTarget:
             first_s=times[0] if times else None,
             error=error,
             prompt_tokens=int(usage.get("prompt_tokens", 0)),
+            cached_tokens=cached_of(usage),
             output_tokens=int(usage.get("completion_tokens", sum(counts))),
             gaps_ms=gaps_of(times, counts),
         )
@@ -189,6 +190,7 @@ class _Answer:
 
     times: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int | None = None
     finish: object = None
     error: str | None = None
@@ -204,7 +206,7 @@ class _Answer:
                 self.times.append(time.monotonic())
             self.finish = choices[0].get("finish_reason") or self.finish
             if usage := event.get("usage"):
-                self.prompt_tokens = int(usage["prompt_tokens"])
+                self.prompt_tokens, self.cached_tokens = int(usage["prompt_tokens"]), cached_of(usage)
                 self.output_tokens = int(usage["completion_tokens"])
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             self.error = "not_openai"
@@ -247,6 +249,7 @@ class OpenAITarget:
             first_s=answer.times[0] if answer.times else None,
             error=answer.error,
             prompt_tokens=answer.prompt_tokens,
+            cached_tokens=answer.cached_tokens,
             output_tokens=len(answer.times) if answer.output_tokens is None else answer.output_tokens,
             gaps_ms=gaps_of(answer.times, [1] * len(answer.times)),
         )

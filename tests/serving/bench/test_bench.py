@@ -146,7 +146,10 @@ async def foreign(handler: Handler) -> AsyncIterator[Server]:
 ROLE = 'data: {"choices":[{"index":0,"text":""}]}\n\n'
 PIECE = 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 END = 'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n'
-USAGE = 'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
+USAGE = (
+    'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5,'
+    '"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
+)
 DONE = "data: [DONE]\n\n"
 
 
@@ -168,6 +171,7 @@ async def test_what_other_servers_answer(handler: Handler, error: str | None, to
     async with foreign(handler) as server, OpenAITarget(server, "m", 1) as target:
         outcome = await target.ask(0, WORK.body(0))
     assert (outcome.error, outcome.output_tokens) == (error, tokens)
+    assert (outcome.prompt_tokens, outcome.cached_tokens) == ((9, 3) if tokens == 5 else (0, 0))
     if error is None:
         assert len(outcome.gaps_ms) == 2 and outcome.first_s is not None  # an empty piece is no first token
 

@@ -19,13 +19,20 @@ def test_percentiles_lie_between_values() -> None:
 
 def test_failures_count_in_no_rate() -> None:
     good = Outcome(
-        index=0, sent_s=10.0, first_s=10.5, ended_s=12.0, prompt_tokens=7, output_tokens=4, gaps_ms=(500.0,) * 3
+        index=0,
+        sent_s=10.0,
+        first_s=10.5,
+        ended_s=12.0,
+        prompt_tokens=7,
+        cached_tokens=2,
+        output_tokens=4,
+        gaps_ms=(500.0,) * 3,
     )
     bad = Outcome(index=1, sent_s=11.0, first_s=11.1, ended_s=14.0, error="timeout", output_tokens=99, gaps_ms=(9.0,))
     found = summarize([bad, good])
     assert (found["requests"], found["failed"], found["errors"]) == (2, 1, {"timeout": 1})
     assert (found["seconds"], found["output_tokens"], found["output_tokens_per_s"]) == (4.0, 4, 1.0)
-    assert (found["prompt_tokens"], found["requests_per_s"]) == (7, 0.25)
+    assert (found["prompt_tokens"], found["cached_tokens"], found["requests_per_s"]) == (7, 2, 0.25)
     assert found["first_token"] == spread([500.0])
     assert found["inter_token"] == spread([500.0] * 3)
     assert found["whole_answer"] == spread([2000.0])
