@@ -50,8 +50,12 @@ class LeaderRunner:
             self._leader.waits_for(None)
 
     def expert_tokens(self) -> ExpertTokens | None:
-        """See ``ports.Runner``."""
-        return self._runner.expert_tokens()
+        """See ``ports.Runner``. It waits for the steps in flight, so a rank that is stuck in one is noticed."""
+        self._leader.waits_for(max(self._steps.values(), default=None))
+        try:
+            return self._runner.expert_tokens()
+        finally:
+            self._leader.waits_for(None)
 
     def compiles_after_ready(self) -> int:
         """See ``ports.Runner``."""
