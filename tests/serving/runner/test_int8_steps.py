@@ -45,6 +45,7 @@ class Case:
 CASES = (
     Case(DENSE, "tensor=1", scan=False),
     pytest.param(Case(DENSE, "tensor=2", scan=True), marks=pytest.mark.slow),
+    pytest.param(Case(DENSE, "stage=2", scan=False), marks=pytest.mark.slow),
     pytest.param(Case(EXPERTS, "tensor=1", scan=False), marks=pytest.mark.slow),
     Case(EXPERTS, "tensor=2,expert=2", scan=True),
 )
