@@ -21,8 +21,8 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load faults cases start bench mesh
-STRICT := core engine edge
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
+STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan checks venv venv-dev clean $(CHECKS:%=check-%)
@@ -44,9 +44,10 @@ venv-dev: python
 serve: venv
 	@exec $(BIN)/headrace serve $(ARGS)
 
-# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures.
+# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures;
+# the longest come first (tests/conftest.py).
 test: venv-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: venv-dev typecheck
 	$(BIN)/ruff check .
@@ -86,7 +87,7 @@ checks:
 
 $(CHECKS:%=check-%): check-%: venv-dev
 	@mkdir -p evidence
-	$(BIN)/python -m scripts.check_$* --out evidence/$*.json
+	$(BIN)/python -m scripts.check_$(subst -,_,$*) --out evidence/$*.json
 
 clean:
 	rm -rf .typecheck .mypy_cache .ruff_cache .pytest_cache

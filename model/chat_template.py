@@ -16,6 +16,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from headrace.model.chat_messages import TOOL_FIELDS, ChatTemplateError, normalized
+from headrace.model.checkpoint_files import fields_of
 from headrace.model.directory import ModelDirectory
 from headrace.model.errors import ModelFileError
 from headrace.model.gguf_metadata import GGUFFile, read_gguf
@@ -223,22 +224,32 @@ def _map_texts(value: Any, change: Callable[[str, bool], str], is_key: bool = Fa
 def load_chat_template(
     source: str | os.PathLike[str] | GGUFFile, *, now: datetime | None = None, limits: RenderLimits | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a GGUF file or a Hugging Face model directory; None if the model has none.
+    """The chat template of a GGUF file, a Hugging Face model directory or a checkpoint of either; None if the model has
+    none.
 
     now: frozen for ``strftime_now``; None is the local time of this call.
     Raises: ModelFileError.
     """
-    if isinstance(source, GGUFFile):
-        path, text = source.path, source.fields.get("tokenizer.chat_template")
-    elif Path(source).is_dir():
-        path, text = _directory_template(ModelDirectory(source))
-    else:
-        path, text = Path(source), read_gguf(source).fields.get("tokenizer.chat_template")
+    path, text = _found_template(source)
     if text is None:
         return None
     if not isinstance(text, str):
         raise ModelFileError(path, f"the chat template is {type(text).__name__}; it must be a string")
     return ChatTemplate(text, path, now=now or datetime.now(), limits=limits)
+
+
+def _found_template(source: str | os.PathLike[str] | GGUFFile) -> tuple[Path, object]:
+    if isinstance(source, GGUFFile):
+        header = source
+    elif not Path(source).is_dir():
+        header = read_gguf(source)
+    else:
+        directory = ModelDirectory(source)
+        fields = fields_of(directory)
+        if fields is None:
+            return _directory_template(directory)
+        header = fields
+    return header.path, header.fields.get("tokenizer.chat_template")
 
 
 def _directory_template(directory: ModelDirectory) -> tuple[Path, object]:

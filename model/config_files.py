@@ -6,9 +6,11 @@ model that quietly computes something else.
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headrace.model.checkpoint_files import fields_of, read_manifest
 from headrace.model.config import ModelConfig, check_limit
 from headrace.model.config_keys import ConfigKeys
 from headrace.model.directory import PICKLE_REFUSAL, PICKLE_SUFFIXES, ModelDirectory
@@ -85,13 +87,18 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
-    """Configuration of the model in a GGUF file or a Hugging Face directory.
+    """Configuration of the model in a GGUF file, a Hugging Face directory or a checkpoint of either.
 
     Raises: ModelFileError, naming the file, the key and the reason.
     """
     if is_gguf(path):
         return config_from_gguf(read_gguf(path))
-    return config_from_directory(ModelDirectory(path))
+    directory = ModelDirectory(path)
+    manifest, fields = read_manifest(directory), fields_of(directory)
+    if manifest is None or fields is None:
+        return config_from_directory(directory)
+    # The fields of a GGUF file do not say whether it has a head: its table of tensors does.
+    return replace(config_from_gguf(fields), tied_embeddings="head_DV" not in manifest.weights)
 
 
 def config_from_gguf(gguf: GGUFFile) -> ModelConfig:

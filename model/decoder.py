@@ -3,7 +3,7 @@
 One layer function serves unrolled and scanned layers. A tuple of layers is unrolled; layers stacked into one
 ``LayerWeights`` (``stack_layers``) are scanned, one period of ``ModelConfig.window_pattern`` at a time. The pool of
 pages is carried from layer to layer whole, each layer using its own range of rows, so that a donated pool is updated in
-place.
+place. Over stages of a mesh each device has a part of the layers (``pipeline.py``).
 """
 
 import functools
@@ -20,6 +20,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.feed_forward import feed_forward
 from headrace.model.moe import real_tokens
 from headrace.model.norm import rms_norm
+from headrace.model.pipeline import Batch, run_stages
 from headrace.model.rope import Rotation, rotation
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.kv_quantization import is_quantized
@@ -75,7 +76,7 @@ def forward(
       weights: arrays, layers unrolled or stacked. inputs: every id and index in range (nothing is checked here).
       pool: see new_pool; donate it. kernels: which code runs attention and experts.
       shards: inside ``shard_map``, what this device's weights and pages are a part of; cfg stays that of the whole.
-    Returns: (float32 hidden states [T, D] after the final norm, pool).
+    Returns: (float32 hidden states [T, D] after the final norm, of the last stage there alone; pool).
     """
     hidden_TD, pool, _ = forward_counting(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
     return hidden_TD, pool
@@ -90,15 +91,24 @@ def forward_counting(
     kernels: Kernels = Kernels(),
     shards: Shards = ONE_DEVICE,
 ) -> tuple[Array, KVPool, Array | None]:
-    """As forward, and the load: i32 [L, E] real tokens that each layer sent to each expert; None without experts."""
-    turn = rotation(inputs.position_T, cfg)
-    is_real_T = real_tokens(inputs.meta, inputs.token_T.size) if cfg.num_experts else None
-    layer = functools.partial(
-        _layer, cfg=cfg, turn=turn, meta=inputs.meta, is_real_T=is_real_T, kernels=kernels, shards=shards
-    )
-    x_TD = _embed(weights.embed_VD, inputs.token_T, shards.tensor)
-    run_layers = _scanned if isinstance(weights.layers, LayerWeights) else _unrolled
-    x_TD, pool, load_LE = run_layers(layer, weights.layers, x_TD, pool, cfg)
+    """As forward, and the load: i32 [L, E] real tokens that each layer of this device sent to each expert; None without
+    experts."""
+    num_layers = cfg.num_layers // shards.stage.size
+
+    def run(batch: Batch, pool: KVPool) -> tuple[Array, KVPool, Array | None]:
+        is_real_T = real_tokens(batch.meta, batch.x_TD.shape[0]) if cfg.num_experts else None
+        layer = functools.partial(
+            _layer, cfg=cfg, turn=batch.turn, meta=batch.meta, is_real_T=is_real_T, kernels=kernels, shards=shards
+        )
+        run_layers = _scanned if isinstance(weights.layers, LayerWeights) else _unrolled
+        return run_layers(layer, weights.layers, batch.x_TD, pool, cfg.layer_windows, num_layers)
+
+    x_TD = _embed(weights.embed_VD, inputs.token_T, shards.vocabulary)
+    batch = Batch(x_TD, rotation(inputs.position_T, cfg), inputs.meta)
+    if shards.stage.size == 1:
+        x_TD, pool, load_LE = run(batch, pool)
+    else:
+        x_TD, pool, load_LE = run_stages(run, batch, pool, shards.stage)
     return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool, load_LE
 
 
@@ -123,21 +133,31 @@ def stack_layers(weights: Weights[Array]) -> Weights[Array]:
 
 
 def _unrolled(
-    layer: Layer, layers: tuple[LayerWeights[Array], ...], x_TD: Array, pool: KVPool, cfg: ModelConfig
+    layer: Layer,
+    layers: tuple[LayerWeights[Array], ...],
+    x_TD: Array,
+    pool: KVPool,
+    windows: tuple[int | None, ...],
+    num_layers: int,
 ) -> tuple[Array, KVPool, Array | None]:
-    pages, windows, loads = _pages(pool, cfg), cfg.layer_windows, []
+    pages, loads = pool.pages_RKWC.shape[0] // num_layers, []
     for index, w in enumerate(layers):
         window = windows[index % len(windows)]
         x_TD, pool, load_E = layer(x_TD, pool, w, jnp.int32(index * pages), window=window, expert_layer=None)
         loads.append(load_E)
-    return x_TD, pool, jnp.stack(loads) if cfg.num_experts else None
+    return x_TD, pool, None if loads[0] is None else jnp.stack(loads)
 
 
 def _scanned(
-    layer: Layer, layers: LayerWeights[Array], x_TD: Array, pool: KVPool, cfg: ModelConfig
+    layer: Layer,
+    layers: LayerWeights[Array],
+    x_TD: Array,
+    pool: KVPool,
+    windows: tuple[int | None, ...],
+    num_layers: int,
 ) -> tuple[Array, KVPool, Array | None]:
     """A period of windows in each iteration, which picks its layers itself: see _layer_at."""
-    pages, windows = _pages(pool, cfg), cfg.layer_windows
+    pages = pool.pages_RKWC.shape[0] // num_layers
 
     def period(carry: tuple[Array, KVPool], first: Array) -> tuple[tuple[Array, KVPool], list[Array | None]]:
         loads = []
@@ -148,14 +168,9 @@ def _scanned(
             loads.append(load_E)
         return tuple(carry), loads
 
-    firsts = jnp.arange(0, cfg.num_layers, len(windows), dtype=jnp.int32)
+    firsts = jnp.arange(0, num_layers, len(windows), dtype=jnp.int32)
     (x_TD, pool), loads = lax.scan(period, (x_TD, pool), firsts)
-    return x_TD, pool, jnp.stack(loads, axis=1).reshape(cfg.num_layers, -1) if cfg.num_experts else None
-
-
-def _pages(pool: KVPool, cfg: ModelConfig) -> int:
-    """Of one layer."""
-    return pool.pages_RKWC.shape[0] // cfg.num_layers
+    return x_TD, pool, None if loads[0] is None else jnp.stack(loads, axis=1).reshape(num_layers, -1)
 
 
 def _layer_at(stacked: LayerWeights[Array], index: Array) -> LayerWeights[Array]:

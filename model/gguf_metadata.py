@@ -39,6 +39,8 @@ _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
     {i: struct.Struct("<" + code) for i, code in zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd", strict=True)}
 )
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
+_TENSOR_COUNT = len(MAGIC) + _U32.size
+"""Where it stands in a file, as a u64."""
 # The least that a field (key length, key byte, type, value byte) or a tensor entry can take.
 _MIN_FIELD_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -63,7 +65,7 @@ class TensorInfo:
 class GGUFFile:
     """A header whose every tensor lies inside the file, aligned and apart from the others.
 
-    fields: values are int, float, bool, str, or a list of one of these.
+    fields: values are int, float, bool, str, or a list of one of these. fields_end: where they end in the file.
     """
 
     path: Path
@@ -72,6 +74,7 @@ class GGUFFile:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
     file_bytes: int
+    fields_end: int = 0
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
@@ -88,6 +91,18 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
             return _Parser(file_path, file).parse()
     except OSError as error:
         raise ModelFileError(path, f"cannot be read: {error.strerror or error}") from error
+
+
+def write_fields(gguf: GGUFFile, path: Path) -> None:
+    """A GGUF file with the fields of another, byte by byte, and no tensors. Raises: ModelFileError."""
+    try:
+        with open(gguf.path, "rb") as file:
+            data = file.read(gguf.fields_end)
+        if len(data) < gguf.fields_end:
+            raise ModelFileError(gguf.path, "shrank while its fields were copied")
+        path.write_bytes(data[:_TENSOR_COUNT] + bytes(_U64.size) + data[_TENSOR_COUNT + _U64.size :])
+    except OSError as error:
+        raise ModelFileError(gguf.path, f"its fields cannot be copied: {error.strerror or error}") from error
 
 
 class _Parser:
@@ -146,7 +161,7 @@ class _Parser:
             if key in fields:
                 self.fail(f"field {key!r:.100} appears twice")
             fields[key] = self.value(f"field {key!r:.100}")
-        alignment = self.alignment(fields)
+        alignment, fields_end = self.alignment(fields), self.position
         entries = [self.tensor_entry(index) for index in range(num_tensors)]
         data_offset = -(-self.position // alignment) * alignment
         tensors = self.placed(entries, data_offset, alignment)
@@ -157,6 +172,7 @@ class _Parser:
             tensors=MappingProxyType(tensors),
             data_offset=data_offset,
             file_bytes=self.size,
+            fields_end=fields_end,
         )
 
     def count(self, what: str, limit: int, min_bytes: int) -> int:

@@ -2,33 +2,42 @@
 
 import math
 import zlib
+from typing import Any
 
 import jax
 import numpy as np
 
 from headrace.model.config import ModelConfig
-from headrace.model.specs import Init, ParamSpec, param_specs
+from headrace.model.int8_weights import quantize_channels
+from headrace.model.specs import Init, ParamSpec, WeightScheme, param_specs
 from headrace.model.weights import Weights
+from headrace.pallas_kernels.types import GroupQuant
 
 
-def init_weights(cfg: ModelConfig, seed: int, dtype: np.dtype | type = np.float32) -> Weights[np.ndarray]:
+def init_weights(
+    cfg: ModelConfig,
+    seed: int,
+    dtype: np.dtype | type = np.float32,
+    scheme: WeightScheme = WeightScheme.NATIVE,
+) -> Weights[Any]:
     """Host weights drawn from the specs.
 
     The same seed gives the same bits on every machine and for every order of the tree: each weight has a generator of
     its own, seeded with the seed and its name.
 
     Args:
-      cfg: any valid config. seed: 0 or more. dtype: of the weights; draws are float32.
+      cfg: any valid config. seed: 0 or more. dtype: of the weights; draws are float32, and those of
+        quantized weights are quantized as they are.
     """
 
-    def draw(spec: ParamSpec) -> np.ndarray:
+    def draw(spec: ParamSpec) -> np.ndarray | GroupQuant:
         if spec.init is Init.ONES:
             return np.ones(spec.shape, spec.dtype)
         if spec.init is Init.ZEROS:
             return np.zeros(spec.shape, spec.dtype)
         generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(spec.name.encode())]))
         x = generator.standard_normal(spec.shape, np.float32) * np.float32(1 / math.sqrt(spec.num_inputs))
-        return x.astype(spec.dtype, copy=False)
+        return quantize_channels(spec, x) if spec.is_quantized else x.astype(spec.dtype, copy=False)
 
-    weights: Weights[np.ndarray] = jax.tree.map(draw, param_specs(cfg, dtype))
+    weights: Weights[Any] = jax.tree.map(draw, param_specs(cfg, dtype, scheme))
     return weights

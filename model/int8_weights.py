@@ -21,7 +21,7 @@ def quantize_channels(spec: ParamSpec, values: np.ndarray) -> GroupQuant:
     Returns: int8 values of the same shape, float32 factors [..., 1, N]: the largest of a column becomes 127. NumPy's.
     """
     level = np.array(values, np.float32)
-    scale = np.abs(level).max(axis=-2, keepdims=True) / np.float32(LARGEST)
-    level /= np.where(scale > 0, scale, np.float32(1))  # a column of zeros has factor 0
+    scale = np.abs(level).max(axis=-2, keepdims=True) * np.float32(1 / LARGEST)
+    level *= 1 / np.where(scale > 0, scale, np.float32(1))  # a column of zeros has factor 0
     np.clip(np.rint(level, out=level), -LARGEST, LARGEST, out=level)
     return GroupQuant(level.astype(np.int8), scale, stands_for=spec.dtype.name)

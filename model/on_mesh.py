@@ -22,6 +22,9 @@ def config_on_mesh(cfg: ModelConfig, mesh: MeshShape) -> ModelConfig:
     """
     if mesh.expert > 1 and not cfg.num_experts:
         raise MeshError(f"mesh axis expert is {mesh.expert}, and this model has no experts to cut")
+    if cfg.num_layers % (mesh.stage * len(cfg.layer_windows)):
+        period = f" in periods of {len(cfg.layer_windows)}" if len(cfg.layer_windows) > 1 else ""
+        raise MeshError(f"layers: {cfg.num_layers}{period} do not divide into {mesh.stage} stages (mesh axis stage)")
     heads = replicated_kv_heads(cfg.num_kv_heads, mesh.tensor)
     if cfg.num_heads % heads:
         raise MeshError(f"q_DX: {cfg.num_heads} query heads do not divide into {mesh.tensor} parts (mesh axis tensor)")

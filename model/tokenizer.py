@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
+from headrace.model.checkpoint_files import fields_of
 from headrace.model.control_text import ControlText
 from headrace.model.directory import ModelDirectory
 from headrace.model.gguf_metadata import GGUFFile, read_gguf
@@ -120,7 +121,8 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | os.PathLike[str] | GGUFFile, *, model_vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a GGUF file (its path, or its header already read) or of a Hugging Face model directory.
+    """The tokenizer of a GGUF file (its path, or its header already read), of a Hugging Face model directory, or of a
+    checkpoint of either.
 
     model_vocab_size: rows of the model's embedding, to refuse a tokenizer that belongs to another model. Embeddings are
     often padded (DeepSeek-V2's by 2.4%), so up to 5% of the rows may be without a token.
@@ -129,7 +131,9 @@ def load_tokenizer(source: str | os.PathLike[str] | GGUFFile, *, model_vocab_siz
     if isinstance(source, GGUFFile):
         vocabulary = vocabulary_from_gguf(source)
     elif Path(source).is_dir():
-        vocabulary = vocabulary_from_directory(ModelDirectory(source))
+        directory = ModelDirectory(source)
+        fields = fields_of(directory)
+        vocabulary = vocabulary_from_directory(directory) if fields is None else vocabulary_from_gguf(fields)
     else:
         vocabulary = vocabulary_from_gguf(read_gguf(source))
     num_tokens = len(vocabulary.token_bytes)

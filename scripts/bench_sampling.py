@@ -47,7 +47,7 @@ def main() -> None:
         block_tokens=64, decode_rows=(ROWS,), prefill_tokens=(64,),
     )  # fmt: skip
     model = load_model(resolve_model(DEFAULT_MODEL).path)
-    runner = JaxRunner(model, config)
+    runner = JaxRunner.of_host(model, config)
     greedy = SamplingParams(temperature=0.0)
     loads = tuple(
         SlotLoad(

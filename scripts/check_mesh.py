@@ -1,7 +1,7 @@
 """Every mesh and family: the tests that ``make test`` has some of, and leaves out the rest of for time.
 
-Tokens and logprobs of one device on each mesh of CPU devices, what devices exchange, and transformers' logits of models
-with experts.
+Tokens and logprobs of one device on each mesh of CPU devices, what devices exchange, transformers' logits of models
+with experts, checkpoints that are restored onto other meshes, and a real server on every one of those meshes.
 """
 
 import subprocess
@@ -14,6 +14,9 @@ TESTS = (
     "tests/serving/runner/test_mesh_steps.py",
     "tests/serving/runner/test_mesh_families.py",
     "tests/serving/runner/test_families.py",
+    "tests/e2e/test_mesh.py",
+    "tests/serving/runner/test_checkpoint.py",
+    "tests/serving/runner/test_int8_steps.py",
 )
 
 

@@ -14,30 +14,38 @@ Array = jax.Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """name: in the mesh; None where there is no mesh. size: devices along it."""
+    """names: of an axis of the mesh, or of several that count as one, outermost first. size: devices along them all."""
 
-    name: str | None = None
+    names: tuple[str, ...] = ()
     size: int = 1
 
     @property
     def index(self) -> Array | int:
         """Of this device, i32."""
-        return 0 if self.name is None or self.size == 1 else lax.axis_index(self.name)
+        return 0 if self.size == 1 else lax.axis_index(self.names)
 
     def sum(self, x: Array) -> Array:
-        return x if self.name is None or self.size == 1 else lax.psum(x, self.name)
+        return x if self.size == 1 else lax.psum(x, self.names)
 
     def max(self, x: Array) -> Array:
-        return x if self.name is None or self.size == 1 else lax.pmax(x, self.name)
+        return x if self.size == 1 else lax.pmax(x, self.names)
 
     def min(self, x: Array) -> Array:
-        return x if self.name is None or self.size == 1 else lax.pmin(x, self.name)
+        return x if self.size == 1 else lax.pmin(x, self.names)
+
+    def of_last(self, x: Array) -> Array:
+        """What the last device has, on all of them."""
+        return x if self.size == 1 else self.sum(jnp.where(self.index == self.size - 1, x, 0))
+
+    def to_next(self, x: Array) -> Array:
+        """What the device before has; the first one gets zeros."""
+        return lax.ppermute(x, self.names, [(i, i + 1) for i in range(self.size - 1)])
 
     def gather(self, x: Array, axis: int) -> Array:
         """The shards side by side along an axis of x, in the order of the devices."""
-        if self.name is None or self.size == 1:
+        if self.size == 1:
             return x
-        return lax.all_gather(x, self.name, axis=axis, tiled=True)
+        return lax.all_gather(x, self.names, axis=axis, tiled=True)
 
 
 ALONE = MeshAxis()
@@ -45,14 +53,18 @@ ALONE = MeshAxis()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The axes that a model is cut over. tensor: heads, feed-forward width and vocabulary. expert: experts."""
+    """The axes that a model is cut over. tensor: heads and feed-forward width. expert: experts. stage: layers.
+    vocabulary: stage and tensor together. data: sequences, each with its part of slots and pages."""
 
     tensor: MeshAxis = ALONE
     expert: MeshAxis = ALONE
+    stage: MeshAxis = ALONE
+    vocabulary: MeshAxis = ALONE
+    data: MeshAxis = ALONE
 
     def sum(self, x: Array) -> Array:
         """Over both axes at once."""
-        names = tuple(axis.name for axis in (self.expert, self.tensor) if axis.name is not None and axis.size > 1)
+        names = (*self.expert.names, *self.tensor.names)
         return lax.psum(x, names) if names else x
 
 
@@ -85,6 +97,10 @@ class VocabularyShard:
             return token
         index = token - self.first_id
         return jnp.where((index >= 0) & (index < self.part), index, self.part)
+
+    def part_of(self, x_V: Array) -> Array:
+        """[V]: this part of an array of the whole vocabulary."""
+        return x_V if self.axis.size == 1 else lax.dynamic_slice(x_V, (self.first_id,), (self.part,))
 
     def take(self, x_RV: Array, token_R: Array) -> Array:
         """[R]: x at one id of each row."""

@@ -1,5 +1,6 @@
 """From logical axes to a mesh: where each weight is cut."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -10,17 +11,17 @@ from headrace.sharding.axes import Axis
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape
 
-RULES: Mapping[Axis, str] = MappingProxyType(
+RULES: Mapping[Axis, tuple[str, ...]] = MappingProxyType(
     {
-        Axis.VOCAB: "tensor",
-        Axis.HEADS: "tensor",
-        Axis.KV_HEADS: "tensor",
-        Axis.FFN: "tensor",
-        Axis.EXPERTS: "expert",
-        Axis.EXPERT_FFN: "tensor",
+        Axis.VOCAB: ("stage", "tensor"),
+        Axis.HEADS: ("tensor",),
+        Axis.KV_HEADS: ("tensor",),
+        Axis.FFN: ("tensor",),
+        Axis.EXPERTS: ("expert",),
+        Axis.EXPERT_FFN: ("tensor",),
     }
 )
-"""Axes that are not here are whole on every device."""
+"""Axes that are not here are whole on every device. Layers are cut over stages, which no axis of one weight shows."""
 _HEAD_AXES = (Axis.HEADS, Axis.KV_HEADS)
 
 
@@ -37,24 +38,27 @@ class Cuttable(Protocol):
     def head_dim(self) -> int | None: ...
 
 
-def partition(weight: Cuttable, mesh: MeshShape, rules: Mapping[Axis, str] = RULES) -> PartitionSpec:
+def partition(weight: Cuttable, mesh: MeshShape, rules: Mapping[Axis, tuple[str, ...]] = RULES) -> PartitionSpec:
     """Mesh axes of a weight's axes.
 
     Raises: MeshError naming the tensor: two of its axes are cut over one mesh axis, or one does not divide.
     """
     cut: dict[str, Axis] = {}
-    entries: list[str | None] = []
+    entries: list[str | tuple[str, ...] | None] = []
     for size, axis in zip(weight.shape, weight.logical_axes, strict=True):
-        mesh_axis = rules.get(axis)
-        if mesh_axis is None or mesh.sizes[mesh_axis] == 1:
-            entries.append(None)
-            continue
-        if mesh_axis in cut:
-            raise MeshError(f"{weight.name}: axes {cut[mesh_axis]} and {axis} are both cut over mesh axis {mesh_axis}")
-        cut[mesh_axis] = axis
-        _check_divides(weight, size, axis, mesh_axis, mesh.sizes[mesh_axis])
-        entries.append(mesh_axis)
+        over = tuple(name for name in rules.get(axis, ()) if mesh.sizes[name] > 1)
+        for name in over:
+            if name in cut:
+                raise MeshError(f"{weight.name}: axes {cut[name]} and {axis} are both cut over mesh axis {name}")
+            cut[name] = axis
+        _check_divides(weight, size, axis, " and ".join(over), math.prod(mesh.sizes[name] for name in over))
+        entries.append(entry(over))
     return PartitionSpec(*entries)
+
+
+def entry(over: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Of a PartitionSpec, for an axis that is cut over these mesh axes."""
+    return over if len(over) > 1 else over[0] if over else None
 
 
 def _check_divides(weight: Cuttable, size: int, axis: Axis, mesh_axis: str, parts: int) -> None:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from headrace.pallas_kernels.types import GroupQuant, UnsupportedCase
 
@@ -34,10 +35,11 @@ def quantize_groups(
         offset_GN = (low_GN + half * step_GN).astype(scale_dtype)
         centered_GXN, lowest = w_GXN - offset_GN.astype(jnp.float32)[..., None, :], -half
     else:
-        step_GN = jnp.abs(w_GXN).max(axis=-2) / (half - 1)
+        # A product, here and below: XLA makes one of such a division, and NumPy on the host does not.
+        step_GN = jnp.abs(w_GXN).max(axis=-2) * np.float32(1 / (half - 1))
         offset_GN, centered_GXN, lowest = None, w_GXN, 1 - half
     scale_GN = step_GN.astype(scale_dtype)
     # A group of equal values has scale 0 and is divided by 1.
-    divisor_GN = jnp.where(scale_GN > 0, scale_GN.astype(jnp.float32), 1)
-    level_GXN = jnp.clip(jnp.round(centered_GXN / divisor_GN[..., None, :]), lowest, half - 1)
+    inverse_GN = 1 / jnp.where(scale_GN > 0, scale_GN.astype(jnp.float32), 1)
+    level_GXN = jnp.clip(jnp.round(centered_GXN * inverse_GN[..., None, :]), lowest, half - 1)
     return GroupQuant(level_GXN.reshape(w_KN.shape).astype(VALUES[bits]), scale_GN, offset_GN)

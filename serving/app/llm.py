@@ -95,7 +95,8 @@ class LLM:
         self.programs: tuple[CompiledProgram, ...] = built.runner.warm_up(report)
         self.resolved = built.resolved
         self.model_hash = built.model_hash
-        self.device, self.mesh, self.attention, self.dtype = built.device, built.mesh, built.attention, built.dtype
+        self.topology, self.mesh, self.attention = built.topology, built.mesh, built.attention
+        self.dtype, self.weights = built.dtype, built.weights
         scheduler = built.resolved.scheduler
         eos_ids = tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))
         self._limits = Limits.of(scheduler, vocab_size=self.config.vocab_size, eos_ids=eos_ids)

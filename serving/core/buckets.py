@@ -11,7 +11,7 @@ def padded_tokens(num_tokens: int, block_tokens: int) -> int:
 
 
 def pick_bucket(config: SchedulerConfig, num_decode_rows: int, num_prefill_tokens: int) -> Bucket:
-    """The smallest program that holds the rows and the (padded) prefill tokens."""
+    """The smallest program that holds the rows and the (padded) prefill tokens of a lane."""
     if num_prefill_tokens == 0:
         for rows in config.decode_rows:
             if num_decode_rows <= rows:

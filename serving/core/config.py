@@ -8,7 +8,8 @@ from headrace.serving.core.plan import Bucket, ProgramKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """num_pages counts the null page 0. max_context: prompt and output tokens of one sequence.
+    """num_lanes: copies of the model, each with slots and pages of its own; a step runs all of them, and every other
+    number here is one lane's. num_pages counts the null page 0. max_context: prompt and output tokens of one sequence.
 
     chunk_tokens: most prefill tokens of a step (the step token budget beside the decode rows); a multiple of
     block_tokens. block_tokens: a prefill segment is padded to whole query blocks; a multiple of page_size.
@@ -30,12 +31,14 @@ class SchedulerConfig:
     max_queued_prompt_tokens: int = 524_288
     prefix_cache: bool = True
     max_steps_in_flight: int = 2
+    num_lanes: int = 1
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:
             if not ok:
                 raise ConfigError(text)
 
+        need(self.num_lanes >= 1, f"num_lanes is {self.num_lanes}; it must be at least 1")
         need(self.num_slots >= 1, f"num_slots is {self.num_slots}; it must be at least 1")
         need(self.page_size >= 1, f"page_size is {self.page_size}; it must be at least 1")
         need(self.num_pages >= 2, f"num_pages is {self.num_pages}; page 0 is reserved, so at least 2 are needed")
@@ -67,6 +70,14 @@ class SchedulerConfig:
         ):
             need(value >= 1, f"{name} is {value}; it must be at least 1")
         need(self.max_steps_in_flight in (1, 2), "max_steps_in_flight must be 1 or 2")
+
+    def lane_of_slot(self, slot: int) -> int:
+        """Slots are numbered through all lanes."""
+        return slot // self.num_slots
+
+    def lane_of_page(self, page: int) -> int:
+        """Pages are numbered through all lanes; the first of each is its null page."""
+        return page // self.num_pages
 
     @property
     def max_pages_per_sequence(self) -> int:

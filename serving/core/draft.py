@@ -13,7 +13,9 @@ class Draft:
     def __init__(self, config: SchedulerConfig, step_id: int) -> None:
         self._config = config
         self._step_id = step_id
-        self._budget = config.chunk_tokens
+        self._budgets = [config.chunk_tokens] * config.num_lanes
+        self._num_segments = [0] * config.num_lanes
+        self._num_rows = [0] * config.num_lanes
         self._loads: list[SlotLoad] = []
         self._decode: list[DecodeRow] = []
         self._prefill: list[PrefillSegment] = []
@@ -24,9 +26,8 @@ class Draft:
     def is_empty(self) -> bool:
         return not self._decode and not self._prefill
 
-    @property
-    def has_prefill_room(self) -> bool:
-        return self._budget > 0 and len(self._prefill) < self._config.max_segments
+    def has_prefill_room(self, lane: int) -> bool:
+        return self._budgets[lane] > 0 and self._num_segments[lane] < self._config.max_segments
 
     def add_load(self, sequence: Sequence, slot: SlotRef) -> None:
         self._loads.append(SlotLoad(slot=slot, request=sequence.request, output_ids=tuple(sequence.outputs)))
@@ -44,6 +45,7 @@ class Draft:
             )
         )
         self.decoding.append((sequence, slot))
+        self._num_rows[self._config.lane_of_slot(slot.slot)] += 1
         sequence.num_computed += 1
         sequence.num_pending += 1
         sequence.last_step = self._step_id
@@ -51,7 +53,8 @@ class Draft:
     def add_prefill(self, sequence: Sequence, slot: SlotRef) -> None:
         """The next chunk of a prefilling sequence, as long as the budget lets it be; there must be room."""
         start = sequence.num_computed
-        length = chunk_tokens(sequence.num_to_prefill - start, self._budget, self._config.page_size)
+        lane = self._config.lane_of_slot(slot.slot)
+        length = chunk_tokens(sequence.num_to_prefill - start, self._budgets[lane], self._config.page_size)
         end = start + length
         samples = end == sequence.num_to_prefill
         self._prefill.append(
@@ -65,15 +68,18 @@ class Draft:
             )
         )
         self.prefilling.append((sequence, slot))
-        self._budget -= padded_tokens(length, self._config.block_tokens)
+        self._budgets[lane] -= padded_tokens(length, self._config.block_tokens)
+        self._num_segments[lane] += 1
         sequence.num_computed = end
         sequence.num_pending += samples
         sequence.last_step = self._step_id
 
     def seal(self) -> StepPlan:
+        """All lanes run the same program: the one that the fullest needs."""
+        num_prefill_tokens = self._config.chunk_tokens - min(self._budgets)
         return StepPlan(
             step_id=self._step_id,
-            bucket=pick_bucket(self._config, len(self._decode), self._config.chunk_tokens - self._budget),
+            bucket=pick_bucket(self._config, max(self._num_rows), num_prefill_tokens),
             loads=tuple(self._loads),
             decode=tuple(self._decode),
             prefill=tuple(self._prefill),

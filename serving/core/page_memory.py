@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.page_pool import PagePool
-from headrace.serving.core.prefix_cache import PageHash, PrefixCache
+from headrace.serving.core.prefix_cache import Entry, PageHash, PrefixCache
 from headrace.serving.core.sequence import Sequence, num_pages_for
 
 
@@ -23,10 +23,12 @@ class Hold:
 
 
 class PageMemory:
-    def __init__(self, config: SchedulerConfig, hash_page: PageHash) -> None:
+    """Of one lane."""
+
+    def __init__(self, config: SchedulerConfig, hash_page: PageHash, lane: int = 0) -> None:
         self._page_size = config.page_size
         self._caches = config.prefix_cache
-        self.pool = PagePool(config.num_pages)
+        self.pool = PagePool(config.num_pages, null_page=lane * config.num_pages)
         self.cache = PrefixCache(self.pool, hash_page)
         self._holds: list[Hold] = []
 
@@ -41,15 +43,17 @@ class PageMemory:
         held = Counter(page for hold in self._holds for page in hold.pages)
         return any(self.pool.num_holders(page) == count for page, count in held.items())
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens that an admission now would find cached."""
+        return len(self._hits(sequence)) * self._page_size
+
     def admit(self, sequence: Sequence, num_spare: int) -> bool:
         """Give the sequence pages for all its known tokens, cached ones first; False (and no change) if they lack.
 
         num_spare pages must stay available. At least the last known token is never taken from the cache: it has to
         run for a sample, and its page is private, since it gets written.
         """
-        self._extend_keys(sequence, sequence.num_tokens)
-        num_reusable = (sequence.num_tokens - 1) // self._page_size
-        hits = self.cache.find(sequence.keys[:num_reusable], sequence.request.cache_namespace)
+        hits = self._hits(sequence)
         num_new = num_pages_for(sequence.num_tokens, self._page_size) - len(hits)
         num_revived = sum(self.pool.is_cached(entry.page) for entry in hits)
         if num_new + num_spare > self.num_available - num_revived:
@@ -111,6 +115,11 @@ class PageMemory:
         owned = [page for sequence in sequences for page in sequence.pages]
         self.pool.check(owned + [page for hold in self._holds for page in hold.pages])
         self.cache.check()
+
+    def _hits(self, sequence: Sequence) -> list[Entry]:
+        self._extend_keys(sequence, sequence.num_tokens)
+        num_reusable = (sequence.num_tokens - 1) // self._page_size
+        return self.cache.find(sequence.keys[:num_reusable], sequence.request.cache_namespace)
 
     def _give_back(self, pages: Iterable[int]) -> None:
         for page in pages:

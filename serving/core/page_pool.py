@@ -1,4 +1,4 @@
-"""Which page of KV memory is free, referenced or cached. Page 0 is the null page and is never handed out.
+"""Which page of KV memory is free, referenced or cached. The first page is the null page and is never handed out.
 
 A page is *free*, *referenced* (one count per holder) or *cached* (no holder, but its content is published in the
 prefix cache). The pool knows states and counts only; what a published page holds is the prefix cache's business.
@@ -9,16 +9,14 @@ from collections.abc import Iterable
 
 from headrace.serving.core.errors import InvariantError
 
-NULL_PAGE = 0
-
 
 class PagePool:
-    """Pages 1 … num_pages - 1. Every wrong transition raises InvariantError."""
+    """Pages null_page + 1 … null_page + num_pages - 1. Every wrong transition raises InvariantError."""
 
-    def __init__(self, num_pages: int) -> None:
-        self._num_usable = num_pages - 1
+    def __init__(self, num_pages: int, null_page: int = 0) -> None:
+        self._usable = range(null_page + 1, null_page + num_pages)
         # A stack: a page just freed is the next one handed out, so that a use after free shows at once in tests.
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._free = list(reversed(self._usable))
         self._counts: dict[int, int] = {}
         self._published: set[int] = set()
         self._cached: dict[int, None] = {}
@@ -26,7 +24,7 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        return self._num_usable
+        return len(self._usable)
 
     @property
     def num_free(self) -> int:
@@ -103,8 +101,8 @@ class PagePool:
     def check_sum(self) -> None:
         """Raise InvariantError if pages were lost or doubled; constant time."""
         total = len(self._free) + len(self._counts) + len(self._cached)
-        if total != self._num_usable:
-            raise InvariantError(f"{total} pages are free, referenced or cached, but {self._num_usable} are usable")
+        if total != self.num_usable:
+            raise InvariantError(f"{total} pages are free, referenced or cached, but {self.num_usable} are usable")
 
     def check(self, holders: Iterable[int] | None = None) -> None:
         """Raise InvariantError if a page is in two states or in none, or if counts differ from the given holders.
@@ -112,10 +110,10 @@ class PagePool:
         Time grows with the pool.
         """
         states = [*self._free, *self._counts, *self._cached]
-        if sorted(states) != list(range(1, self._num_usable + 1)):
+        if sorted(states) != list(self._usable):
             raise InvariantError(
                 f"{len(self._free)} free + {len(self._counts)} referenced + {len(self._cached)} cached pages are not "
-                f"exactly the {self._num_usable} usable pages"
+                f"exactly the {self.num_usable} usable pages"
             )
         if any(count < 1 for count in self._counts.values()):
             raise InvariantError("a referenced page has no holder")

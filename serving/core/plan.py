@@ -13,7 +13,7 @@ from headrace.serving.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """One tenancy of one row of the sampling state; slot in [0, num_slots)."""
+    """One tenancy of one row of the sampling state; slots are numbered through all lanes."""
 
     slot: int
     generation: int
@@ -26,7 +26,8 @@ class ProgramKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A compiled shape: max_decode_rows decode rows and prefill_tokens flat prefill tokens (0 for decode programs)."""
+    """A compiled shape: decode_rows decode rows and prefill_tokens flat prefill tokens (0 for decode programs), of each
+    lane."""
 
     kind: ProgramKind
     decode_rows: int

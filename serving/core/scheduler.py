@@ -13,10 +13,10 @@ from headrace.serving.core.admission import refuse_size
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.draft import Draft
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.events import Event, Finished, Timings, TokenEvent
-from headrace.serving.core.page_memory import PageMemory
+from headrace.serving.core.events import Event, Finished, TokenEvent
+from headrace.serving.core.lane import Lane, make_lanes
 from headrace.serving.core.plan import SampledToken, SlotRef, StepPlan, StepResult
-from headrace.serving.core.policy import pages_to_keep_free, pick_victim, queue_rank
+from headrace.serving.core.policy import pages_to_keep_free, pick_victim, placement_cost, queue_rank
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
 from headrace.serving.core.request import (
     CancelReason,
@@ -27,7 +27,6 @@ from headrace.serving.core.request import (
     RequestId,
 )
 from headrace.serving.core.sequence import Sequence
-from headrace.serving.core.slots import Slots
 from headrace.serving.core.waiting_queue import WaitingQueue
 
 NON_FINITE = "non_finite_logits"
@@ -79,8 +78,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, hash_page: PageHash = sha256_page) -> None:
         self.config = config
-        self.memory = PageMemory(config, hash_page)
-        self._slots = Slots(config.num_slots)
+        self.lanes = make_lanes(config, hash_page)
         self._live: dict[RequestId, Sequence] = {}
         self._waiting = WaitingQueue(config)
         self._running: list[Sequence] = []
@@ -163,7 +161,7 @@ class Scheduler:
         events: list[Event] = []
         for sequence, slot in flight.decoding + flight.prefilling:
             if sequence.slot == slot:
-                self.memory.distrust(sequence)
+                self._lane_of(sequence).memory.distrust(sequence)
                 events.append(self._finish(sequence, FinishReason.ERROR, now_s, error_code=code, error_message=message))
         self._settle()
         return events
@@ -175,13 +173,13 @@ class Scheduler:
         return not self._live and not self._flights
 
     def stats(self) -> SchedulerStats:
-        pool, counters = self.memory.pool, self._counters
+        pools, counters = [lane.memory.pool for lane in self.lanes], self._counters
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            pages_total=pool.num_usable,
-            pages_free=pool.num_free,
-            pages_cached=pool.num_cached,
+            pages_total=sum(pool.num_usable for pool in pools),
+            pages_free=sum(pool.num_free for pool in pools),
+            pages_cached=sum(pool.num_cached for pool in pools),
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -196,10 +194,16 @@ class Scheduler:
         Cheap enough for every time that the server becomes idle. deep compares each page and each cache entry with
         its users too; its time grows with the pool, and it is meant for tests.
         """
-        if deep:
-            self.memory.check(self._running)
-        self.memory.pool.check_sum()
-        self._slots.check({s.slot for s in self._running if s.slot is not None})
+        if any(s.slot is None for s in self._running):
+            raise InvariantError("a running request lacks a slot")
+        for lane in self.lanes:
+            running = self._running_in(lane)
+            if deep:
+                lane.memory.check(running)
+            lane.memory.pool.check_sum()
+            lane.slots.check({s.slot for s in running if s.slot is not None})
+            if self.is_idle and lane.memory.num_available != lane.memory.pool.num_usable:
+                raise InvariantError("idle, but pages are referenced")
         self._waiting.check()
         listed = (*self._waiting.sequences, *self._running)
         if sorted(map(id, listed)) != sorted(map(id, self._live.values())):
@@ -209,14 +213,12 @@ class Scheduler:
         in_flight = [row for f in self._flights for row in f.decoding + f.prefilling]
         for s in self._running:
             samples = sum(row == (s, s.slot) for row in in_flight)
-            if s.slot is None or len(s.pages) * self.config.page_size < s.num_computed:
-                raise InvariantError(f"running request {s.request.request_id} lacks a slot or a page")
+            if len(s.pages) * self.config.page_size < s.num_computed:
+                raise InvariantError(f"running request {s.request.request_id} lacks a page")
             if not s.is_prefilling and s.num_computed != len(s.request.prompt_ids) + s.num_planned_outputs - 1:
                 raise InvariantError(f"request {s.request.request_id}: positions and outputs disagree")
             if s.num_pending > samples or s.num_planned_outputs > s.request.stop.max_tokens:
                 raise InvariantError(f"request {s.request.request_id} waits for samples that do not come")
-        if self.is_idle and self.memory.num_available != self.memory.pool.num_usable:
-            raise InvariantError("idle, but pages are referenced")
 
     # Planning
 
@@ -228,10 +230,11 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """A page for the next position, by preemption if need be; False if it must wait or was preempted itself."""
-        while not self.memory.grow(sequence):
-            if self.memory.is_draining:
+        lane = self._lane_of(sequence)
+        while not lane.memory.grow(sequence):
+            if lane.memory.is_draining:
                 return False
-            victim = pick_victim(self._running)
+            victim = pick_victim(self._running_in(lane))
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -239,18 +242,19 @@ class Scheduler:
 
     def _plan_prefill(self, draft: Draft) -> None:
         for sequence in self._running:
-            if sequence.is_prefilling and sequence.slot is not None and draft.has_prefill_room:
-                draft.add_prefill(sequence, sequence.slot)
+            slot = sequence.slot
+            if sequence.is_prefilling and slot is not None and draft.has_prefill_room(self._lane_of(sequence).index):
+                draft.add_prefill(sequence, slot)
 
     def _admit(self, draft: Draft, now_s: float) -> None:
         """Start waiting sequences in order while slots, pages and the step's prefill budget last."""
-        while self._waiting and self._slots.num_free and draft.has_prefill_room:
+        while self._waiting:
             sequence = self._waiting.first
-            spare = pages_to_keep_free(sequence, self._running, self.config.page_size)
-            if not self.memory.admit(sequence, spare):
+            lane = self._place(sequence, draft)
+            if lane is None:
                 return
             self._waiting.start(sequence, now_s)
-            slot = sequence.slot = self._slots.take()
+            slot = sequence.slot = lane.slots.take()
             insort(self._running, sequence, key=queue_rank)
             if sequence.admitted_s is None:
                 sequence.admitted_s = now_s
@@ -261,12 +265,29 @@ class Scheduler:
             draft.add_load(sequence, slot)
             draft.add_prefill(sequence, slot)
 
+    def _place(self, sequence: Sequence, draft: Draft) -> Lane | None:
+        """Give a sequence pages in the best lane that has a slot, pages and budget for it; None if none has."""
+        lanes = [lane for lane in self.lanes if lane.slots.num_free and draft.has_prefill_room(lane.index)]
+        if len(lanes) > 1:
+            costs = {lane.index: self._placement_cost(sequence, lane) for lane in lanes}
+            lanes.sort(key=lambda lane: costs[lane.index])
+        for lane in lanes:
+            spare = pages_to_keep_free(sequence, self._running_in(lane), self.config.page_size)
+            if lane.memory.admit(sequence, spare):
+                return lane
+        return None
+
+    def _placement_cost(self, sequence: Sequence, lane: Lane) -> int:
+        num_uncached = sequence.num_tokens - lane.memory.num_cached_tokens(sequence)
+        return placement_cost(num_uncached, self._running_in(lane))
+
     # Results
 
     def _accept(self, sequence: Sequence, sampled: SampledToken, now_s: float, events: list[Event]) -> None:
         """One more known token; the request may end by it."""
+        memory = self._lane_of(sequence).memory
         if not sampled.is_finite:
-            self.memory.distrust(sequence)
+            memory.distrust(sequence)
             message = f"the logits of token {len(sequence.outputs)} are not finite"
             events.append(
                 self._finish(sequence, FinishReason.ERROR, now_s, error_code=NON_FINITE, error_message=message)
@@ -284,7 +305,7 @@ class Scheduler:
                 request_id=request.request_id, index=num_outputs - 1, token_id=token_id, logprobs=sampled.logprobs
             )
         )
-        self.memory.publish(sequence)
+        memory.publish(sequence)
         if token_id in request.stop.stop_token_ids and num_outputs >= request.stop.min_tokens:
             events.append(self._finish(sequence, FinishReason.STOP, now_s, stop_token_id=token_id))
         elif num_outputs >= request.stop.max_tokens:
@@ -309,7 +330,7 @@ class Scheduler:
             prompt_tokens=len(sequence.request.prompt_ids),
             completion_tokens=len(sequence.outputs),
             cached_tokens=sequence.cached_tokens,
-            timings=timings_of(sequence, now_s),
+            timings=sequence.timings(now_s),
             stop_token_id=stop_token_id,
             cancel_reason=cancel_reason,
             error_code=error_code,
@@ -331,19 +352,32 @@ class Scheduler:
         if sequence.slot is None:
             self._waiting.remove(sequence)
             return
+        lane = self._lane_of(sequence)
         self._running.remove(sequence)
-        self._slots.release(sequence.slot)
-        self.memory.release(sequence, self._is_in_flight(sequence))
+        lane.slots.release(sequence.slot)
+        lane.memory.release(sequence, self._is_in_flight(sequence))
         sequence.clear_tenancy()
 
     # Bookkeeping
+
+    def _lane_of(self, sequence: Sequence) -> Lane:
+        """Of a running sequence."""
+        if sequence.slot is None:
+            raise InvariantError(f"request {sequence.request.request_id} is in no lane")
+        return self.lanes[self.config.lane_of_slot(sequence.slot.slot)]
+
+    def _running_in(self, lane: Lane) -> list[Sequence]:
+        if len(self.lanes) == 1:
+            return self._running
+        return [s for s in self._running if self._lane_of(s) is lane]
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
         oldest = self._flights[0].plan.step_id if self._flights else None
         return oldest is not None and sequence.last_step is not None and sequence.last_step >= oldest
 
     def _settle(self) -> None:
-        self.memory.settle(self._flights[0].plan.step_id if self._flights else None)
+        for lane in self.lanes:
+            lane.memory.settle(self._flights[0].plan.step_id if self._flights else None)
 
     def _refuse(self, request: Request, now_s: float) -> Rejection | None:
         if self._is_draining:
@@ -355,18 +389,3 @@ class Scheduler:
         return refuse_size(len(request.prompt_ids), request.stop.max_tokens, self.config) or self._waiting.refuse(
             request, now_s
         )
-
-
-def timings_of(sequence: Sequence, now_s: float) -> Timings:
-    """Queue until first admitted, prefill until the first token, decode until now."""
-    submitted = sequence.submitted_s
-    admitted = now_s if sequence.admitted_s is None else sequence.admitted_s
-    first = sequence.first_token_s
-    prefilled = now_s if first is None else first
-    return Timings(
-        queue_ms=1e3 * (admitted - submitted),
-        prefill_ms=1e3 * (prefilled - admitted),
-        decode_ms=1e3 * (now_s - prefilled),
-        first_token_ms=None if first is None else 1e3 * (first - submitted),
-        preemptions=sequence.preemptions,
-    )

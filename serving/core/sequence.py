@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from headrace.serving.core.events import Timings
 from headrace.serving.core.plan import SlotRef
 from headrace.serving.core.prefix_cache import Entry, PageKey
 from headrace.serving.core.request import Request
@@ -67,6 +68,18 @@ class Sequence:
         if end <= len(prompt):
             return prompt[start:end]
         return prompt[start:] + tuple(self.outputs[max(0, start - len(prompt)) : end - len(prompt)])
+
+    def timings(self, now_s: float) -> Timings:
+        """Queue until first admitted, prefill until the first token, decode until now."""
+        admitted_s = now_s if self.admitted_s is None else self.admitted_s
+        prefilled_s = now_s if self.first_token_s is None else self.first_token_s
+        return Timings(
+            queue_ms=1e3 * (admitted_s - self.submitted_s),
+            prefill_ms=1e3 * (prefilled_s - admitted_s),
+            decode_ms=1e3 * (now_s - prefilled_s),
+            first_token_ms=None if self.first_token_s is None else 1e3 * (self.first_token_s - self.submitted_s),
+            preemptions=self.preemptions,
+        )
 
     def clear_tenancy(self) -> None:
         self.slot = None

@@ -69,7 +69,7 @@ def draw_world(seed: int) -> World:
     """
     draw = Draw(seed)
     is_crowded = draw.chance(25)
-    config = _config(draw, is_crowded)
+    config = _config(draw, is_crowded, num_lanes=Draw(seed ^ 0x1A9E).pick((1, 1, 1, 2, 3)))
     vocab_size = draw.pick((5, 16, 64))
     spread = 0 if is_crowded else draw.pick((0, 10, 60))
     stems = [_stem(draw, config, vocab_size) for _ in range(draw.between(1, 3))]
@@ -99,7 +99,7 @@ def draw_world(seed: int) -> World:
     )
 
 
-def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
+def _config(draw: Draw, is_crowded: bool, num_lanes: int) -> SchedulerConfig:
     page_size = draw.pick((2, 4) if is_crowded else (1, 2, 4, 8))
     block_tokens = page_size * draw.pick((1, 2))
     num_slots = 5 if is_crowded else draw.pick((1, 2, 3, 5))
@@ -118,6 +118,7 @@ def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
         max_queued_requests=draw.pick((3, 100, 100)),
         prefix_cache=draw.chance(80),
         max_steps_in_flight=draw.pick((1, 2, 2)),
+        num_lanes=num_lanes,
     )
 
 

@@ -192,27 +192,34 @@ class Simulation:
 
     def _after_event(self) -> None:
         """Internal invariants, pages of plans in flight, bounds, poison."""
-        scheduler, pool = self._scheduler, self._scheduler.memory.pool
+        scheduler, config = self._scheduler, self._world.config
         scheduler.check(deep=True)
         for plan, _ in self._in_flight:
             for row in plan.decode + plan.prefill:
+                pool = scheduler.lanes[config.lane_of_slot(row.slot.slot)].memory.pool
                 self._require(
                     all(pool.num_holders(page) for page in row.page_ids), "a page of a plan in flight was given back"
                 )
-        for page in pool.free_pages:
-            self._model.poison(page)
+        for lane in scheduler.lanes:
+            for page in lane.memory.pool.free_pages:
+                self._model.poison(page)
         self._require(
-            scheduler.stats().running <= self._world.config.num_slots, "more sequences run than there are slots"
+            scheduler.stats().running <= config.num_lanes * config.num_slots, "more sequences run than there are slots"
         )
 
     def _check_plan(self, plan: StepPlan) -> None:
         """Pages that get written have one owner and are unknown to the cache."""
-        pool, size = self._scheduler.memory.pool, self._world.config.page_size
+        config = self._world.config
+        pools, size = [lane.memory.pool for lane in self._scheduler.lanes], config.page_size
         written = [row.page_ids[row.position // size] for row in plan.decode]
         written += [page for segment in plan.prefill for page in segment.page_ids[segment.start // size :]]
         self._require(len(set(written)) == len(written), "two rows write one page")
         self._require(
-            all(pool.num_holders(page) == 1 and not pool.is_published(page) for page in written),
+            all(
+                pool.num_holders(page) == 1 and not pool.is_published(page)
+                for page in written
+                for pool in [pools[config.lane_of_page(page)]]
+            ),
             "a plan writes a shared page",
         )
 

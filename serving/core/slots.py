@@ -7,11 +7,13 @@ from headrace.serving.core.plan import SlotRef
 
 
 class Slots:
-    """Hands out the lowest free slot; its generation grows with each tenancy, so an old SlotRef never matches again."""
+    """Hands out the lowest free slot, from first on; its generation grows with each tenancy, so an old SlotRef never
+    matches again."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots))
-        self._generations = [0] * num_slots
+    def __init__(self, num_slots: int, first: int = 0) -> None:
+        self._slots = range(first, first + num_slots)
+        self._free = list(self._slots)
+        self._generations = dict.fromkeys(self._slots, 0)
         self._taken: set[SlotRef] = set()
 
     @property
@@ -35,7 +37,5 @@ class Slots:
 
     def check(self, tenants: set[SlotRef]) -> None:
         """Raise InvariantError unless exactly the tenants hold slots."""
-        if tenants != self._taken or sorted([*self._free, *(r.slot for r in self._taken)]) != list(
-            range(len(self._generations))
-        ):
+        if tenants != self._taken or sorted([*self._free, *(r.slot for r in self._taken)]) != list(self._slots):
             raise InvariantError("taken slots differ from the sequences that hold one")

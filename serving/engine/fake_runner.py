@@ -13,13 +13,12 @@ moved up, cyclically, past ids that are not allowed, and past stop ids while out
 the sampling parameters only num_logprobs has an effect. ``expected_tokens`` is the same rule without KV.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.serving.core.buckets import padded_tokens, pick_bucket
 from headrace.serving.core.config import SchedulerConfig
-from headrace.serving.core.page_pool import NULL_PAGE
 from headrace.serving.core.plan import (
     DecodeRow,
     PrefillSegment,
@@ -31,7 +30,7 @@ from headrace.serving.core.plan import (
     TokenLogprobs,
 )
 from headrace.serving.core.request import Request, RequestId
-from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
+from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Ticket
 
 MODULUS = 2**61 - 1
 MULTIPLIER = 1_000_003
@@ -111,6 +110,7 @@ class FakeRunner:
     """Implements ``ports.Runner``. A plan is checked at dispatch and runs at collect, as late as a device could.
 
     non_finite: (request id, output index) whose logits are reported as not finite.
+    num_layers, num_experts: with experts, each token that runs is counted for expert (token id + layer) % num_experts.
     on_collect: called with the plan before it runs; may wait or raise, as a device does.
     """
 
@@ -120,15 +120,20 @@ class FakeRunner:
         *,
         vocab_size: int = 64,
         non_finite: frozenset[tuple[RequestId, int]] = frozenset(),
+        num_layers: int = 1,
+        num_experts: int = 0,
         on_collect: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._non_finite = non_finite
         self._on_collect = on_collect
-        self._pages: list[list[KV | None]] = [[None] * config.page_size for _ in range(config.num_pages)]
+        self._pages: list[list[KV | None]] = [
+            [None] * config.page_size for _ in range(config.num_lanes * config.num_pages)
+        ]
         self._tenants: dict[int, Tenant] = {}
         self._tickets: deque[FakeTicket] = deque()
+        self._expert_tokens = [[0] * num_experts for _ in range(num_layers if num_experts else 0)]
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
         programs = []
@@ -162,6 +167,10 @@ class FakeRunner:
             prefill=tuple(self._run_prefill(segment) for segment in plan.prefill),
         )
 
+    def expert_tokens(self) -> ExpertTokens | None:
+        """As of the last collected step, which is what a device would say that has finished no other."""
+        return tuple(tuple(counts) for counts in self._expert_tokens) if self._expert_tokens else None
+
     def compiles_after_ready(self) -> int:
         return 0
 
@@ -170,11 +179,15 @@ class FakeRunner:
         self._pages[page] = [None] * self._config.page_size
 
     def _check_plan(self, plan: StepPlan) -> None:
-        block, page = self._config.block_tokens, self._config.page_size
-        tokens = sum(padded_tokens(len(s.token_ids), block) for s in plan.prefill)
-        if plan.bucket != pick_bucket(self._config, len(plan.decode), tokens):
+        config, page = self._config, self._config.page_size
+        rows = Counter(config.lane_of_slot(row.slot.slot) for row in plan.decode)
+        segments = Counter(config.lane_of_slot(segment.slot.slot) for segment in plan.prefill)
+        tokens: Counter[int] = Counter()
+        for segment in plan.prefill:
+            tokens[config.lane_of_slot(segment.slot.slot)] += padded_tokens(len(segment.token_ids), config.block_tokens)
+        if plan.bucket != pick_bucket(config, max(rows.values(), default=0), max(tokens.values(), default=0)):
             raise WrongKV(f"step {plan.step_id} has the wrong program")
-        if len(plan.prefill) > self._config.max_segments:
+        if max(segments.values(), default=0) > config.max_segments:
             raise WrongKV(f"step {plan.step_id} has too many prefill segments")
         slots = [row.slot.slot for row in plan.decode] + [s.slot.slot for s in plan.prefill]
         if len(set(slots)) != len(slots):
@@ -224,7 +237,9 @@ class FakeRunner:
     def _write(self, tenant: Tenant, start: int, end: int, pages: tuple[int, ...]) -> None:
         """Check what lies before start, then write start … end - 1."""
         size = self._config.page_size
-        if NULL_PAGE in pages or len(set(pages)) != len(pages) or len(pages) != -(-end // size):
+        lane = self._config.lane_of_slot(tenant.slot.slot)
+        is_own = all(self._config.lane_of_page(p) == lane and p % self._config.num_pages for p in pages)
+        if not is_own or len(set(pages)) != len(pages) or len(pages) != -(-end // size):
             raise WrongKV(f"{tenant.slot}: the page table does not cover {end} positions with pages of its own")
         for i, page in enumerate(pages):
             first = i * size
@@ -233,6 +248,8 @@ class FakeRunner:
                 raise WrongKV(f"{tenant.slot}: page {page} does not hold positions {first} to {first + known}")
         for position in range(start, end):
             self._pages[pages[position // size]][position % size] = tenant.kv[position]
+            for layer, counts in enumerate(self._expert_tokens):
+                counts[(tenant.kv[position][0] + layer) % len(counts)] += 1
 
     def _tenant(self, slot: SlotRef) -> Tenant:
         tenant = self._tenants.get(slot.slot)

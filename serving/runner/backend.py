@@ -5,6 +5,7 @@ what to do; nothing else is taken in its place.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -89,8 +90,17 @@ class Backend:
         if self.mesh is None:
             return ONE_DEVICE
         sizes = self.mesh_shape
+
+        def along(*names: str) -> MeshAxis:
+            used = tuple(name for name in names if sizes.sizes[name] > 1)
+            return MeshAxis(names=used, size=math.prod(sizes.sizes[name] for name in used))
+
         return Shards(
-            tensor=MeshAxis(name="tensor", size=sizes.tensor), expert=MeshAxis(name="expert", size=sizes.expert)
+            tensor=along("tensor"),
+            expert=along("expert"),
+            stage=along("stage"),
+            vocabulary=along("stage", "tensor"),
+            data=along("data"),
         )
 
     def sharding(self, spec: PartitionSpec | None = None) -> Sharding | None:
@@ -146,7 +156,7 @@ def describe_device(device: DeviceFacts) -> str:
 
 
 def find_device(wanted: str, *, min_cpus: int = 1) -> jax.Device:
-    """The first device of a platform, or of JAX's default one.
+    """The first device of this host, of a platform or of JAX's default one.
 
     min_cpus: devices that a CPU is to be shown as; it counts where JAX's back ends have not been started yet.
     Raises: ConfigError naming what JAX found.
@@ -155,9 +165,9 @@ def find_device(wanted: str, *, min_cpus: int = 1) -> jax.Device:
         with contextlib.suppress(RuntimeError):  # too late; the mesh will say how many there are
             jax.config.update("jax_num_cpu_devices", min_cpus)
     if wanted == "auto":
-        return jax.devices()[0]
+        return jax.local_devices()[0]
     try:
-        return jax.devices(wanted)[0]
+        return jax.local_devices(backend=wanted)[0]
     except RuntimeError as error:
         found = ", ".join(sorted({platform_of(device) for device in jax.devices()}))
         raise ConfigError(
@@ -173,9 +183,6 @@ def find_mesh(first: jax.Device, shape: MeshShape, devices: Sequence[jax.Device]
     """
     if shape.num_devices == 1:
         return None
-    for axis in ("data", "stage"):
-        if shape.sizes[axis] > 1:
-            raise ConfigError(f"--mesh {shape}: axis {axis} is not served yet; tensor and expert are")
     try:
         return make_mesh(shape, jax.devices(first.platform) if devices is None else devices)
     except MeshError as error:

@@ -1,4 +1,5 @@
-"""A plan as one packed array: host to device in a single transfer, cut into fields inside the program.
+"""A plan as one packed array, a row for each lane: host to device in a single transfer, cut into fields inside the
+program.
 
 Every index is checked here, against the pool, the slots and the bucket. XLA clamps an index out of range on reads and
 drops it on writes, so a bad one would be a wrong answer and not a crash.
@@ -16,13 +17,13 @@ from flax import struct
 from headrace.pallas_kernels.types import AttnMeta
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.plan import Bucket, DecodeRow, PrefillSegment, StepPlan
+from headrace.serving.core.plan import Bucket, DecodeRow, PrefillSegment, SlotRef, StepPlan
 
 
 @struct.dataclass
 class Fields:
-    """What a step's program reads of the host's plan; all i32. B decode rows, then Q prefill segments make Z sequences;
-    the prefill tokens T lie in J query blocks.
+    """What a step's program reads of the host's plan for one lane; all i32. B decode rows, then Q prefill segments make
+    Z sequences; the prefill tokens T lie in J query blocks.
 
     token_B: id to feed where is_given_B, else the slot's last sampled id. slot_Z: num_slots (the null slot) for padding
     rows and for segments that do not sample. kv_len_Z: tokens of the sequence with this step's, 0 for padding.
@@ -44,10 +45,11 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """array: i32 [size of the bucket's layout]. order: plan indexes of the decode rows in the order of the rows."""
+    """array: i32, of the layout's shape. rows: of the step's result, of each decode row and then each segment in the
+    order of the plan."""
 
     array: np.ndarray
-    order: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 class InputLayout:
@@ -75,7 +77,9 @@ class InputLayout:
             "blk_len_J": (self.blocks,),
             "last_Q": (self.segments,),
         }
-        self.size = sum(math.prod(shape) for shape in self._shapes.values())
+        self.results = sequences
+        """Rows of a lane's result."""
+        self.shape = (config.num_lanes, sum(math.prod(shape) for shape in self._shapes.values()))
 
     @functools.cached_property
     def _ranges(self) -> dict[str, tuple[int, int]]:
@@ -86,7 +90,7 @@ class InputLayout:
         return ranges
 
     def unpack(self, packed: jax.Array) -> Fields:
-        """Inside a program: static slices."""
+        """Inside a program: static slices of a lane's row."""
         return Fields(**{n: packed[a:b].reshape(self._shapes[n]) for n, (a, b) in self._ranges.items()})
 
     def meta(self, fields: Fields) -> AttnMeta:
@@ -102,10 +106,11 @@ class InputLayout:
 
     def empty(self) -> np.ndarray:
         """A step of padding only. A new array each time: the device may read it after dispatch returned."""
-        array = np.zeros(self.size, np.int32)
-        view = self._view(array)
-        view["slot_Z"][:] = self.config.num_slots
-        view["blk_seq_J"][:] = self.rows
+        array = np.zeros(self.shape, np.int32)
+        for lane in array:
+            view = self._view(lane)
+            view["slot_Z"][:] = self.config.num_slots
+            view["blk_seq_J"][:] = self.rows
         return array
 
     def pack(self, plan: StepPlan, min_tokens: dict[int, int]) -> Packed:
@@ -114,26 +119,46 @@ class InputLayout:
         min_tokens: by slot, of its tenant. Decode rows are sorted by length, longest first: attention runs groups of
         neighbours to the length of their longest. Raises: InvariantError naming the row and what is out of range.
         """
-        if len(plan.decode) > self.rows or len(plan.prefill) > self.segments:
-            raise InvariantError(
-                f"step {plan.step_id}: {len(plan.decode)} decode rows and {len(plan.prefill)} segments do not fit "
-                f"{self.bucket} with {self.segments} segments"
-            )
         array = self.empty()
-        view = self._view(array)
         written: list[int] = []
-        order = tuple(sorted(range(len(plan.decode)), key=lambda i: (-plan.decode[i].position, i)))
-        for row, index in enumerate(order):
-            self._pack_row(view, row, plan.decode[index], min_tokens, written)
-        first_block = 0
-        for index, segment in enumerate(plan.prefill):
-            first_block = self._pack_segment(view, index, first_block, segment, min_tokens, written)
+        rows: dict[SlotRef, int] = {}
+        for lane in range(self.config.num_lanes):
+            self._pack_lane(array[lane], lane, plan, min_tokens, written, rows)
         if len(set(written)) != len(written):
             raise InvariantError(f"step {plan.step_id}: two rows write to one page")
-        slots = [row.slot.slot for row in (*plan.decode, *plan.prefill)]
-        if len(set(slots)) != len(slots):
+        slots = [row.slot for row in (*plan.decode, *plan.prefill)]
+        if len({ref.slot for ref in slots}) != len(slots):
             raise InvariantError(f"step {plan.step_id}: a slot has two rows")
-        return Packed(array=array, order=order)
+        if len(rows) != len(slots):
+            raise InvariantError(f"step {plan.step_id}: a slot is out of range")
+        return Packed(array=array, rows=tuple(rows[ref] for ref in slots))
+
+    def _pack_lane(
+        self,
+        array: np.ndarray,
+        lane: int,
+        plan: StepPlan,
+        min_tokens: dict[int, int],
+        written: list[int],
+        rows: dict[SlotRef, int],
+    ) -> None:
+        """The part of a plan that is in a lane; rows gets the row of the result for each slot."""
+        decode = [row for row in plan.decode if self.config.lane_of_slot(row.slot.slot) == lane]
+        prefill = [segment for segment in plan.prefill if self.config.lane_of_slot(segment.slot.slot) == lane]
+        if len(decode) > self.rows or len(prefill) > self.segments:
+            raise InvariantError(
+                f"step {plan.step_id}: {len(decode)} decode rows and {len(prefill)} segments do not fit "
+                f"{self.bucket} with {self.segments} segments"
+            )
+        view = self._view(array)
+        first_row = lane * self.results
+        for row, of in enumerate(sorted(decode, key=lambda of: -of.position)):
+            self._pack_row(view, row, of, min_tokens, written)
+            rows[of.slot] = first_row + row
+        first_block = 0
+        for index, segment in enumerate(prefill):
+            first_block = self._pack_segment(view, index, first_block, segment, min_tokens, written)
+            rows[segment.slot] = first_row + self.rows + index
 
     def _view(self, array: np.ndarray) -> dict[str, np.ndarray]:
         return {n: array[a:b].reshape(self._shapes[n]) for n, (a, b) in self._ranges.items()}
@@ -190,15 +215,19 @@ class InputLayout:
         samples: bool,
         where: str,
     ) -> None:
-        config, pages = self.config, plan.page_ids
-        self._need(0 <= plan.slot.slot < config.num_slots, f"{where}: slot")
+        config = self.config
+        lane, slot = divmod(plan.slot.slot, config.num_slots)
+        pages = [page - lane * config.num_pages for page in plan.page_ids]
         self._need(1 <= kv_len <= config.max_context, f"{where}: {kv_len} tokens of {config.max_context}")
         needed = -(-kv_len // config.page_size)
         self._need(needed <= len(pages) <= self.max_pages, f"{where}: {len(pages)} pages for {kv_len} tokens")
-        self._need(min(pages) > 0 and max(pages) < config.num_pages, f"{where}: page ids {min(pages)}..{max(pages)}")
+        self._need(
+            min(pages) > 0 and max(pages) < config.num_pages,
+            f"{where}: lane {lane}: page ids {min(pages)}..{max(pages)}",
+        )
         view["page_table_ZM"][index, :needed] = pages[:needed]
         view["kv_len_Z"][index] = kv_len
-        view["slot_Z"][index] = plan.slot.slot if samples else config.num_slots
+        view["slot_Z"][index] = slot if samples else config.num_slots
         view["holds_stops_Z"][index] = samples and plan.output_index < min_tokens[plan.slot.slot]
 
     @staticmethod

@@ -24,6 +24,7 @@ from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.plan import Bucket
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend, describe_device, platform_of
+from headrace.serving.runner.expert_counts import count_shapes
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.warmup import Program
@@ -128,7 +129,7 @@ def known_arguments(
         limit_bytes=limit_bytes,
         fraction=fraction,
         weights_bytes=argument_bytes(weight_shapes(cfg, backend), backend),
-        state_bytes=argument_bytes(state_shapes(cfg, config, backend), backend),
+        state_bytes=argument_bytes((state_shapes(cfg, config, backend), count_shapes(cfg, backend)), backend),
         temporary_bytes=0,
         steps_bytes=0,
         page_bytes=-(-argument_bytes(sample, backend) // SAMPLE_PAGES),

@@ -1,4 +1,8 @@
-"""The jitted functions: one step per bucket. Pure; donated arguments are updated in place."""
+"""The jitted functions: one step per bucket. Pure; donated arguments are updated in place.
+
+On a mesh a step runs inside ``shard_map``: each device has its lane's slots and pages and its part of the model. The
+packed plan is whole on all of them, and so is the result.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,20 +15,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import StepInputs, forward, logits
+from headrace.model.decoder import StepInputs, forward_counting, logits
 from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample
-from headrace.model.weights import Weights
+from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import Bucket, ProgramKind, SampledToken, TokenLogprobs
 from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.expert_counts import count_shapes, counted
 from headrace.serving.runner.inputs import Fields, InputLayout
 from headrace.serving.runner.warmup import Program
 from headrace.sharding.collectives import ONE_DEVICE, Shards
 
 Array = jax.Array
-Step = Callable[[Weights[Array], KVPool, SamplingState, Array], tuple[KVPool, SamplingState, Array]]
-"""(weights, pool, state, packed inputs) -> (pool, state, packed results)."""
+Results = tuple[KVPool, SamplingState, Array | None, Array]
+Step = Callable[[Weights[Array], KVPool, SamplingState, Array | None, Array], Results]
+"""(weights, pool, state, expert counts, packed inputs) -> (pool, state, expert counts, packed results)."""
 
 
 def program_name(bucket: Bucket) -> str:
@@ -35,22 +41,26 @@ def program_name(bucket: Bucket) -> str:
 
 
 def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: Shards = ONE_DEVICE) -> Step:
-    """The function of one bucket, to be jitted with pool and state donated. shards: what one device of a mesh has."""
+    """The function of one bucket, to be jitted with pool, state and counts donated.
+
+    shards: what one device of a mesh has.
+    """
 
     def step(
-        weights: Weights[Array], pool: KVPool, state: SamplingState, packed: Array
-    ) -> tuple[KVPool, SamplingState, Array]:
-        fields = layout.unpack(packed)
+        weights: Weights[Array], pool: KVPool, state: SamplingState, counts_CLE: Array | None, packed: Array
+    ) -> Results:
+        fields = layout.unpack(packed[shards.data.index])
         inputs = _step_inputs(layout, fields, state)
-        hidden_TD, pool = forward(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
+        weights = weights.replace(layers=own_layers(weights.layers, shards))
+        hidden_TD, pool, load_LE = forward_counting(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
         # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
         sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
-        hidden_RD = hidden_TD.at[sampled_row].get(mode="promise_in_bounds")
+        hidden_RD = shards.stage.of_last(hidden_TD.at[sampled_row].get(mode="promise_in_bounds"))
         logits_RV = logits(weights, hidden_RD, kernels=kernels)
         sampled, state = sample(
-            logits_RV, state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0, shards.tensor
+            logits_RV, state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0, shards.vocabulary
         )
-        return pool, state, pack_sampled(sampled)
+        return pool, state, counted(counts_CLE, load_LE), shards.data.gather(pack_sampled(sampled), axis=0)
 
     return step
 
@@ -64,17 +74,17 @@ def step_program(
     Tracing it raises ConfigError where the chosen kernels cannot run it: nothing else runs in their place.
     """
     kernels, name = backend.kernels, program_name(layout.bucket)
-    packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=backend.sharding())
-    arguments = (weights, pool, state, packed)
+    packed = jax.ShapeDtypeStruct(layout.shape, jnp.int32, sharding=backend.sharding())
+    arguments = (weights, pool, state, count_shapes(cfg, backend), packed)
     step = make_step(cfg, layout, kernels, backend.shards)
     if backend.mesh is not None:
         cuts = jax.tree.map(lambda x: x.sharding.spec, arguments)
         step = jax.shard_map(
-            step, mesh=backend.mesh, in_specs=cuts, out_specs=(cuts[1], cuts[2], PartitionSpec()), check_vma=False
+            step, mesh=backend.mesh, in_specs=cuts, out_specs=(*cuts[1:4], PartitionSpec()), check_vma=False
         )
 
     @functools.wraps(step)
-    def checked(*arguments: Any) -> tuple[KVPool, SamplingState, Array]:
+    def checked(*arguments: Any) -> Results:
         try:
             return step(*arguments)
         except UnsupportedCase as error:
@@ -83,7 +93,34 @@ def step_program(
                 f"reference runs every shape, more slowly"
             ) from error
 
-    return Program(function=checked, donated=(1, 2), arguments=arguments)
+    return Program(function=checked, donated=(1, 2, 3), arguments=arguments)
+
+
+def load_program(
+    load: Callable[..., SamplingState], backend: Backend, arguments: tuple[SamplingState, *tuple[Any, ...]]
+) -> Program:
+    """The program of ``load_scalars`` or ``load_with_rows``. arguments: of state and load: shapes, types and places."""
+    if backend.mesh is None:
+        return Program(function=load, donated=(0,), arguments=arguments)
+    cuts = jax.tree.map(lambda x: x.sharding.spec, arguments)
+    on_mesh = jax.shard_map(
+        functools.partial(load, shards=backend.shards),
+        mesh=backend.mesh,
+        in_specs=cuts,
+        out_specs=cuts[0],
+        check_vma=False,
+    )
+    return Program(function=on_mesh, donated=(0,), arguments=arguments)
+
+
+def own_layers(
+    layers: LayerWeights[Array] | tuple[LayerWeights[Array], ...], shards: Shards
+) -> LayerWeights[Array] | tuple[LayerWeights[Array], ...]:
+    """Of one stage. Unrolled layers have a first axis of stages, of which a device has one; stacked ones are cut."""
+    if shards.stage.size == 1 or isinstance(layers, LayerWeights):
+        return layers
+    found: tuple[LayerWeights[Array], ...] = jax.tree.map(lambda x: x[0], layers)
+    return found
 
 
 def _step_inputs(layout: InputLayout, fields: Fields, state: SamplingState) -> StepInputs:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,12 +13,14 @@ from headrace.model.on_mesh import config_on_mesh
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
-from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
-from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
+from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Ticket
+from headrace.serving.runner.arrays import make_counts, make_pool, make_state, pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
+from headrace.serving.runner.expert_counts import ExpertCounts, count_shapes
 from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.programs import program_name, read_sampled, step_program
+from headrace.serving.runner.load import PlacedModel, placed
+from headrace.serving.runner.programs import load_program, program_name, read_sampled, step_program
 from headrace.serving.runner.sampling_state import (
     load_scalars,
     load_with_rows,
@@ -26,7 +28,7 @@ from headrace.serving.runner.sampling_state import (
     pack_load,
 )
 from headrace.serving.runner.warmup import Program, compile_programs
-from headrace.serving.runner.weights import place, weight_shapes
+from headrace.serving.runner.weights import weight_shapes
 
 _LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
 
@@ -40,40 +42,46 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTicket:
-    """A step in flight. order: plan indexes of its decode rows. decode, prefill: wanted logprobs by plan index."""
+    """A step in flight. rows: of packed, of decode rows and then segments as the plan has them. decode, prefill: wanted
+    logprobs."""
 
     step_id: int
     packed: jax.Array
-    order: tuple[int, ...]
+    rows: tuple[int, ...]
     decode: tuple[int | None, ...]
     prefill: tuple[int | None, ...]
     samples: tuple[bool, ...]
-    first_segment: int
 
 
 class JaxRunner:
     """Implements ``engine.ports.Runner``. Not thread safe: one thread dispatches and collects.
 
     Args:
-      model: host weights, of the backend's type; they are placed on its device.
+      model: its weights are in the backend's places.
       config: its buckets are the programs; num_pages the pool.
       backend: device, kernels and types.
+      before_first_run: called between compiling and running: on several hosts no program may run, since it waits for
+        the others and not for long, before all have compiled it.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: PlacedModel,
         config: SchedulerConfig,
         *,
         backend: Backend = Backend(),
+        before_first_run: Callable[[], None] | None = None,
     ) -> None:
         self._model_config = config_on_mesh(model.config, backend.mesh_shape)
         self._config = config
         self._backend = backend
+        self._before_first_run = before_first_run
         self._vocab_size = model.config.vocab_size
-        self._weights = place(model.weights, self._model_config, backend)
+        self._weights = model.weights
         self._pool = make_pool(self._model_config, config, backend)
         self._state = make_state(self._model_config, config, backend)
+        self._counts = make_counts(self._model_config, backend)
+        self._expert_counts = ExpertCounts(count_shapes(self._model_config, backend))
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._tenants: dict[int, _Tenant] = {}
@@ -81,6 +89,11 @@ class JaxRunner:
         self._compile_log = CompileLog()
         # JAX keeps its listeners: the log of a runner that is gone would report the compiles of the next one.
         self._stop_log = weakref.finalize(self, self._compile_log.close)
+
+    @classmethod
+    def of_host(cls, model: LoadedModel, config: SchedulerConfig, *, backend: Backend = Backend()) -> "JaxRunner":
+        """With weights that are on the host, in the backend's type: for tests and measurements."""
+        return cls(placed(model, backend), config, backend=backend)
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
         """Compile every program and run each once, on padding. See ``ports.Runner``.
@@ -90,6 +103,8 @@ class JaxRunner:
         self._programs, ledger = compile_programs(
             self._program_list(), self._backend.device, self._compile_log, progress
         )
+        if self._before_first_run is not None:
+            self._before_first_run()
         neutral = neutral_load(self._config.num_slots, self._vocab_size)
         self._state = self._programs[_LOAD](self._state, neutral.scalars)
         self._state = self._programs[_LOAD_ROWS](self._state, neutral.scalars, *neutral.rows)
@@ -111,7 +126,8 @@ class JaxRunner:
             if tenant is None or tenant.slot != row.slot:
                 raise InvariantError(f"step {plan.step_id}: {row.slot} was not loaded")
         packed = layout.pack(plan, {slot: tenant.min_tokens for slot, tenant in tenants.items()})
-        loads = [pack_load(load, self._config.num_slots, self._vocab_size) for load in plan.loads]
+        config = self._config
+        loads = [pack_load(load, config.num_slots, self._vocab_size, config.num_lanes) for load in plan.loads]
         self._tenants = tenants
         for load in loads:
             if load.rows is None:
@@ -123,11 +139,10 @@ class JaxRunner:
         ticket = StepTicket(
             step_id=plan.step_id,
             packed=result,
-            order=packed.order,
+            rows=packed.rows,
             decode=tuple(tenants[row.slot.slot].num_logprobs for row in plan.decode),
             prefill=tuple(tenants[segment.slot.slot].num_logprobs for segment in plan.prefill),
             samples=tuple(segment.samples for segment in plan.prefill),
-            first_segment=layout.rows,
         )
         self._in_flight.append(ticket)
         return ticket
@@ -137,16 +152,21 @@ class JaxRunner:
         if not self._in_flight or self._in_flight[0] is not ticket:
             raise InvariantError(f"step {ticket.step_id} is not the oldest in flight")
         oldest = self._in_flight.popleft()
-        rows = np.asarray(oldest.packed)
-        row_of = {index: row for row, index in enumerate(oldest.order)}
+        rows = np.asarray(oldest.packed)[list(oldest.rows)]
+        num_decode = len(oldest.decode)
         decode = tuple(
-            read_sampled(rows[row_of[index]], wanted, self._vocab_size) for index, wanted in enumerate(oldest.decode)
+            read_sampled(row, wanted, self._vocab_size)
+            for row, wanted in zip(rows[:num_decode], oldest.decode, strict=True)
         )
         prefill = tuple(
-            read_sampled(rows[oldest.first_segment + index], wanted, self._vocab_size) if samples else None
-            for index, (wanted, samples) in enumerate(zip(oldest.prefill, oldest.samples, strict=True))
+            read_sampled(row, wanted, self._vocab_size) if samples else None
+            for row, wanted, samples in zip(rows[num_decode:], oldest.prefill, oldest.samples, strict=True)
         )
         return StepResult(step_id=oldest.step_id, decode=decode, prefill=prefill)
+
+    def expert_tokens(self) -> ExpertTokens | None:
+        """See ``ports.Runner``."""
+        return self._expert_counts.read(self._counts)
 
     def compiles_after_ready(self) -> int:
         """See ``ports.Runner``."""
@@ -167,14 +187,19 @@ class JaxRunner:
             host = np.array(array)
             # All bits set is NaN in every narrow float.
             poison = np.iinfo(host.dtype).max if np.issubdtype(host.dtype, np.integer) else np.nan
-            host.reshape(layers, config.num_pages, -1)[:, list(page_ids)] = poison
+            # Lanes, then layers of all stages, then pages; a page's number counts through the lanes.
+            rows = host.reshape(config.num_lanes, layers, config.num_pages, -1)
+            for page in page_ids:
+                rows[config.lane_of_page(page), :, page % config.num_pages] = poison
             return jax.device_put(host, array.sharding)
 
         self._pool = jax.tree.map(poisoned, self._pool)
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         program = self._programs[program_name(bucket)]
-        self._pool, self._state, result = program(self._weights, self._pool, self._state, packed)
+        self._pool, self._state, self._counts, result = program(
+            self._weights, self._pool, self._state, self._counts, packed
+        )
         return result
 
     def _program_list(self) -> dict[str, Program]:
@@ -190,13 +215,8 @@ class JaxRunner:
         scalars, *rows = (
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in (loads.scalars, *(loads.rows or ()))
         )
-        # What is donated must come back to where it was.
-        places = None if backend.mesh is None else jax.tree.map(lambda x: x.sharding, state)
-        for name, function, arguments in (
-            (_LOAD, load_scalars, (state, scalars)),
-            (_LOAD_ROWS, load_with_rows, (state, scalars, *rows)),
-        ):
-            programs[name] = Program(function=function, donated=(0,), arguments=arguments, results=places)
+        programs[_LOAD] = load_program(load_scalars, backend, (state, scalars))
+        programs[_LOAD_ROWS] = load_program(load_with_rows, backend, (state, scalars, *rows))
         return programs
 
 

@@ -25,23 +25,17 @@ def on_device(device: jax.Device | None) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """function: to be jitted. donated: argument numbers. arguments: shapes, types and places.
-
-    results: shardings of the results; None = as they come out.
-    """
+    """function: to be jitted. donated: argument numbers. arguments: shapes, types and places."""
 
     function: Callable[..., Any]
     donated: tuple[int, ...]
     arguments: tuple[Any, ...]
     keep_unused: bool = False
-    results: Any = None
 
     def compile(self, device: jax.Device | None) -> jax.stages.Compiled:
         """For a device; None = JAX's default."""
         with on_device(device):  # a setting of the thread, so it is made in the one that compiles
-            jitted = jax.jit(
-                self.function, donate_argnums=self.donated, keep_unused=self.keep_unused, out_shardings=self.results
-            )
+            jitted = jax.jit(self.function, donate_argnums=self.donated, keep_unused=self.keep_unused)
             return jitted.lower(*self.arguments).compile()
 
 

@@ -1,5 +1,6 @@
-"""Weights on their way to the devices: layers as they come, or each kind stacked over all layers."""
+"""Where weights lie on the devices: layers as they come, or each kind stacked over all layers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from headrace.model.config import ModelConfig
-from headrace.model.on_mesh import partitions, repeated_heads
+from headrace.model.on_mesh import partitions
 from headrace.model.specs import SCALE_DTYPE, ParamSpec, param_specs
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import Chip
@@ -22,14 +23,17 @@ LANES = 128
 
 
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
-    """Shapes, types and places of the weights as ``place`` leaves them; layers to be scanned are stacked on a new first
-    axis. cfg: on the backend's mesh. Raises: MeshError naming a tensor that does not divide."""
-    specs, cuts = _specs(cfg, backend), partitions(cfg, backend.mesh_shape)
+    """Shapes, types and places of the weights as ``placing`` leaves them: see stacks. cfg: on the backend's mesh.
+
+    Raises: MeshError naming a tensor that does not divide.
+    """
+    specs, cuts = param_specs(cfg, backend.dtype, backend.weights), partitions(cfg, backend.mesh_shape)
+    stage = "stage" if backend.mesh_shape.stage > 1 else None
 
     def array(
         shape: tuple[int, ...], dtype: np.dtype, cut: PartitionSpec, count: tuple[int, ...]
     ) -> jax.ShapeDtypeStruct:
-        sharding = backend.sharding(PartitionSpec(*(None for _ in count), *cut))
+        sharding = backend.sharding(PartitionSpec(*(stage for _ in count), *cut))
         return jax.ShapeDtypeStruct((*count, *shape), dtype, sharding=sharding)
 
     def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | GroupQuant:
@@ -43,17 +47,30 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
             stands_for=spec.dtype.name,
         )
 
-    if backend.scan_layers:
-        layers: LayerWeights[Any] = jax.tree.map(
-            lambda spec, cut: shape(spec, cut, count=(len(specs.layers),)), specs.layers[0], cuts.layers[0]
+    def layer(stack: tuple[int, ...]) -> LayerWeights[Any]:
+        count = (len(stack),) if is_stacked(backend) else ()
+        found: LayerWeights[Any] = jax.tree.map(
+            functools.partial(shape, count=count), specs.layers[stack[0]], cuts.layers[stack[0]]
         )
-        others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
-        return laid_out(others.replace(layers=layers), backend.chip)
-    return laid_out(jax.tree.map(shape, specs, cuts), backend.chip)
+        return found
+
+    layers = tuple(layer(stack) for stack in stacks(cfg, backend))
+    others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
+    return laid_out(others.replace(layers=layers[0] if backend.scan_layers else layers), backend.chip)
 
 
-def _specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
-    return param_specs(cfg, backend.dtype, backend.weights)
+def is_stacked(backend: Backend) -> bool:
+    """Whether weights of layers have a new first axis, cut over stages."""
+    return backend.scan_layers or backend.mesh_shape.stage > 1
+
+
+def stacks(cfg: ModelConfig, backend: Backend) -> tuple[tuple[int, ...], ...]:
+    """Which layers lie together in one array of each kind of weight: all, where they are scanned; one from each stage,
+    where they are unrolled over stages; else each alone."""
+    if backend.scan_layers:
+        return (tuple(range(cfg.num_layers)),)
+    each = cfg.num_layers // backend.mesh_shape.stage
+    return tuple(tuple(range(first, cfg.num_layers, each)) for first in range(each))
 
 
 def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:
@@ -79,10 +96,14 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
 
     A step whose weights lie otherwise copies them each time. The embedding is read by rows (57 MB were copied in each
     step of SmolLM2). Projections to heads are read by columns on v5p and TPU7x (50 MB per layer of Llama-3.1-8B), and
-    in any order elsewhere. A TPU7x reads bfloat16 in tiles of 16 rows (14 GB), except for experts, whose kernel takes
-    tiles of 8 on every chip (19 GB for 12 layers of gpt-oss-20b). That kernel reads rows, also where a part of their
-    width would need less padding as columns (1,440 of 2,880: all experts of gpt-oss-120b were copied, 57 GiB).
+    in any order elsewhere; int8 is read by rows everywhere. A TPU7x reads bfloat16 in tiles of 16 rows (14 GB), except
+    for experts, whose kernel takes tiles of 8 on every chip (19 GB for 12 layers of gpt-oss-20b). That kernel reads
+    rows, also where a part of their width would need less padding as columns (1,440 of 2,880: all experts of
+    gpt-oss-120b were copied, 57 GiB).
     """
+    last = len(x.shape) - 1
+    if x.dtype == jnp.int8:
+        return Layout(tuple(range(last + 1)))
     letters = name.rsplit("_", 1)[1]
     rows = chip.bfloat16_tile_rows if x.dtype == jnp.bfloat16 else DEFAULT_TILE_ROWS
     is_by_columns = name in ("q_DX", "k_DY", "v_DY")
@@ -94,29 +115,3 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
         return None
     order = (*range(last - 1), last, last - 1) if is_by_columns else tuple(range(last + 1))
     return Layout(order, None if rows == DEFAULT_TILE_ROWS else ((rows, LANES), (2, 1)))
-
-
-def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> Weights[jax.Array]:
-    """Copy host weights to where ``weight_shapes`` says; cfg: on the backend's mesh.
-
-    Layers to be scanned are stacked on the host, one kind of weight at a time: stacked on the device, they would need
-    twice its memory.
-    """
-    specs, shapes = _specs(cfg, backend), weight_shapes(cfg, backend)
-
-    def put(shape: jax.ShapeDtypeStruct, x: np.ndarray) -> jax.Array:
-        return jax.device_put(x, shape.sharding if shape.format.layout is None else shape.format)
-
-    def put_one(spec: ParamSpec, shape: Any, x: Any) -> Any:
-        return jax.tree.map(lambda shape, x: put(shape, repeated_heads(x, spec)), shape, x)
-
-    def put_stack(spec: ParamSpec, shape: Any, *layers: Any) -> Any:
-        return jax.tree.map(
-            lambda shape, *xs: put(shape, np.stack([repeated_heads(x, spec) for x in xs])), shape, *layers
-        )
-
-    if not backend.scan_layers:
-        return jax.tree.map(put_one, specs, shapes, weights)
-    layers: LayerWeights[jax.Array] = jax.tree.map(put_stack, specs.layers[0], shapes.layers, *weights.layers)
-    without = (tree.replace(layers=()) for tree in (specs, shapes, weights))
-    return jax.tree.map(put_one, *without).replace(layers=layers)

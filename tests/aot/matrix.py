@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.chips import CHIPS
@@ -91,7 +92,8 @@ class Built:
     activation_bytes: of a whole step; XLA:TPU reports all temporaries as one sum, which these may add to.
     row_major: leaves of arguments that lie row-major whatever XLA would choose: the values of weights that a kernel
     reads. may_be_copied: those of donated that XLA may move about: a step's sampling state is small. weights: of a
-    whole step, one layer at a time; no array like one of them may be made in HBM.
+    whole step, one layer at a time; no array like one of them may be made in HBM. mesh: that arguments are placed on,
+    None: one device.
     """
 
     function: Callable[..., Any]
@@ -103,6 +105,7 @@ class Built:
     row_major: tuple[jax.ShapeDtypeStruct, ...] = ()
     may_be_copied: tuple[int, ...] = ()
     weights: tuple[jax.ShapeDtypeStruct, ...] = ()
+    mesh: Mesh | None = None
 
     @property
     def uncopied(self) -> set[tuple[int, int]]:

@@ -1,18 +1,22 @@
 """Whole steps of real models with the kernels inside, as the runner compiles them, from the shapes of all arguments."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey, tree_flatten_with_path
 
 from headrace.model.config import ModelConfig
+from headrace.model.on_mesh import config_on_mesh
 from headrace.model.published.configurations import published_config
-from headrace.model.specs import param_specs
+from headrace.model.specs import WeightScheme
+from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import CHIPS
-from headrace.pallas_kernels.types import Implementation, Kernels, KVPool
+from headrace.pallas_kernels.types import GroupQuant, Implementation, Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import ProgramKind
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
@@ -20,8 +24,10 @@ from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import program_name, step_program
 from headrace.serving.runner.weights import weight_shapes
+from headrace.sharding.mesh import make_mesh
+from headrace.sharding.mesh_shape import MeshShape
 from scripts.device_steps import LLAMA_8B_2_LAYERS
-from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built, size_bytes
+from tests.aot.matrix import BLOCK_TOKENS, BLOCKS, MOST_TOKENS, Built
 from tests.model.tiny import SMOLLM2
 
 MODELS = {
@@ -30,6 +36,10 @@ MODELS = {
 }
 EXPERTS = {name: published_config(name) for name in ("qwen3-30b-a3b",)}
 """Compiled for v6e."""
+LARGE = {name: published_config(name) for name in ("llama-3.1-70b",)}
+"""Compiled for a mesh."""
+INT8_CHIPS = ("v5e", "v6e", "h100")
+"""Of int8 weights of Llama-3.1-8B, which a v5e holds whole."""
 FITTING_LAYERS = {("v5e", "llama-3.1-8b"): 20, ("v6e", "qwen3-30b-a3b"): 20}
 """All 32 layers of Llama-3.1-8B in bfloat16 are 16.1 GB, as much as a v5e has, and all 48 of Qwen3-30B-A3B 61 GB,
 twice a v6e; layers are scanned, so that the program is the same."""
@@ -47,42 +57,67 @@ SLICED = {"tpu7x": "q_DX"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeStep:
+    """topology: slice of chips, None: one chip. tensor: devices that the model is cut over."""
+
     chip: str
     model: str
     kind: ProgramKind
     kv_dtype: str
+    weights: WeightScheme = WeightScheme.NATIVE
+    topology: str | None = None
+    tensor: int = 1
 
     @property
     def config(self) -> ModelConfig:
-        cfg = (MODELS | EXPERTS)[self.model]
-        return replace(cfg, num_layers=FITTING_LAYERS.get((self.chip, self.model), cfg.num_layers))
+        """On the mesh."""
+        cfg = (MODELS | EXPERTS | LARGE)[self.model]
+        layers = FITTING_LAYERS.get((self.chip, self.model)) if self.weights is WeightScheme.NATIVE else None
+        return config_on_mesh(replace(cfg, num_layers=layers or cfg.num_layers), MeshShape(tensor=self.tensor))
 
     @property
     def name(self) -> str:
-        layers = f" of {self.config.num_layers} layers" if (self.chip, self.model) in FITTING_LAYERS else ""
-        return f"{self.chip} {self.model}{layers} {self.kind} step, {self.kv_dtype} pages"
+        all_layers = (MODELS | EXPERTS | LARGE)[self.model].num_layers
+        layers = "" if self.config.num_layers == all_layers else f" of {self.config.num_layers} layers"
+        weights = "" if self.weights is WeightScheme.NATIVE else f"{self.weights} weights, "
+        place = self.chip if self.topology is None else f"{self.topology} tensor={self.tensor}"
+        return f"{place} {self.model}{layers} {self.kind} step, {weights}{self.kv_dtype} pages"
 
 
 def whole_steps(chips: tuple[str, ...]) -> Iterator[WholeStep]:
-    """Both models, decode and mixed; 8-bit pages with the larger one, and models with experts, on one chip: a step
-    takes up to two minutes to compile."""
+    """Both models, decode and mixed; 8-bit pages with the larger one, and models with experts, on one chip; int8
+    weights on some chips and on a mesh: a step takes up to two minutes to compile."""
     for chip in chips:
         for model in MODELS:
             for kind in ProgramKind:
                 yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="bfloat16")
                 if chip == "v6e" and model.startswith("llama"):
                     yield WholeStep(chip=chip, model=model, kind=kind, kv_dtype="int8")
+        if chip in INT8_CHIPS:
+            for kind in ProgramKind:
+                yield WholeStep(
+                    chip=chip, model="llama-3.1-8b", kind=kind, kv_dtype="bfloat16", weights=WeightScheme.INT8
+                )
     if "v6e" in chips:
         for model in EXPERTS:
             for kind in ProgramKind:
                 yield WholeStep(chip="v6e", model=model, kind=kind, kv_dtype="bfloat16")
+    if "v5e" in chips:
+        yield WholeStep(
+            chip="v5e",
+            model="llama-3.1-70b",
+            kind=ProgramKind.DECODE,
+            kv_dtype="bfloat16",
+            weights=WeightScheme.INT8,
+            topology="v5e:4x4",
+            tensor=16,
+        )
 
 
-def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
-    """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; bf16 weights,
-    layers as the backend of such a chip has them.
+def build_step(step: WholeStep, devices: Sequence[jax.Device] = ()) -> Built:
+    """The program of one bucket: 16 decode rows, with 512 prefill tokens where it is mixed; products in bf16, layers as
+    the backend of such a chip has them.
 
-    device: of the chip; weights then have the layouts that they are served in there.
+    devices: of the chip, or of the mesh; weights then have the layouts that they are served in there.
     """
     cfg, page = step.config, PAGE_TOKENS[step.kv_dtype]
     config = SchedulerConfig(
@@ -98,9 +133,11 @@ def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
     bucket = next(bucket for bucket in config.buckets if bucket.kind is step.kind)
     layout = InputLayout(bucket, config, cfg.vocab_size)
     backend = Backend(
-        device=device,
+        device=devices[0] if devices else None,
+        mesh=None if step.tensor == 1 else make_mesh(MeshShape(tensor=step.tensor), devices),
         kernels=Kernels(implementation=CHIPS[step.chip].implementation, chip=step.chip),
         dtype=np.dtype(jnp.bfloat16),
+        weights=step.weights,
         kv_dtype=np.dtype(jnp.dtype(step.kv_dtype)),
         scan_layers=CHIPS[step.chip].implementation is Implementation.TPU,
     )
@@ -112,25 +149,42 @@ def build_step(step: WholeStep, device: jax.Device | None = None) -> Built:
         function=program.function,
         arguments=program.arguments,
         donated=program.donated,
-        donated_bytes=size_bytes((pool, state)),
-        bound_bytes=size_bytes(pool) // cfg.num_layers,
-        activation_bytes=activation_bytes(cfg, layout),
-        weights=large_weights(cfg, step.chip),
+        donated_bytes=device_bytes([program.arguments[i] for i in program.donated]),
+        bound_bytes=device_bytes(pool) // cfg.num_layers,
+        activation_bytes=activation_bytes(cfg, layout, step.tensor),
+        weights=large_weights(weights, step.chip),
+        mesh=backend.mesh,
         may_be_copied=tuple(i for i in program.donated if not isinstance(program.arguments[i], KVPool)),
     )
 
 
-def large_weights(cfg: ModelConfig, chip: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-    specs = [spec for spec in jax.tree.leaves(param_specs(cfg, jnp.bfloat16)) if spec.dtype == jnp.bfloat16]
-    sliced = {spec.shape for spec in specs if spec.name.endswith(SLICED.get(chip, "none"))}
-    shapes = {spec.shape for spec in specs if math.prod(spec.shape) >= LEAST_WEIGHT} - sliced
-    found = {(shape, specs[0].dtype) for shape in shapes}
-    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in sorted(found, key=str))
+def large_weights(weights: Weights[Any], chip: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of one layer on one device, in every type that a copy could have: a quantized weight may not be dequantized."""
+    found, sliced = set(), set()
+    for path, leaf in tree_flatten_with_path(weights, is_leaf=lambda x: isinstance(x, GroupQuant))[0]:
+        values = leaf.values_KN if isinstance(leaf, GroupQuant) else leaf
+        names = [key.name for key in path if isinstance(key, GetAttrKey)]
+        shape = part_shape(values)[1 if "layers" in names and isinstance(weights.layers, LayerWeights) else 0 :]
+        types = (jnp.int8, jnp.bfloat16, jnp.float32) if isinstance(leaf, GroupQuant) else (leaf.dtype,)
+        if leaf.dtype == jnp.bfloat16 and math.prod(shape) >= LEAST_WEIGHT:
+            of = sliced if names[-1] == SLICED.get(chip) else found
+            of.update((shape, jnp.dtype(dtype)) for dtype in types)
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in sorted(found - sliced, key=str))
 
 
-def activation_bytes(cfg: ModelConfig, layout: InputLayout) -> int:
+def part_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Of what one device has."""
+    return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+
+
+def device_bytes(tree: Any) -> int:
+    """Of one device, unpadded."""
+    return sum(math.prod(part_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def activation_bytes(cfg: ModelConfig, layout: InputLayout, tensor: int) -> int:
     """float32: of each token, three of the feed-forward's width and four of the model's; of each row that is sampled,
-    its logits and their weights."""
+    its logits and their weights. tensor: devices that share width and vocabulary."""
     tokens = layout.rows + layout.bucket.prefill_tokens
     sampled = layout.rows + layout.segments
-    return 4 * (tokens * (3 * cfg.ffn_width + 4 * cfg.width) + sampled * 2 * cfg.vocab_size)
+    return 4 * (tokens * (3 * cfg.ffn_width // tensor + 4 * cfg.width) + sampled * 2 * cfg.vocab_size // tensor)

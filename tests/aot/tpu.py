@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import KVPool, UnsupportedCase
@@ -52,24 +52,29 @@ def compile_for(chip: str, built: Built) -> jax.stages.Compiled:
 
     Raises: what tracing, Mosaic or XLA raise.
     """
-    mesh, sharding = mesh_of(chip), sharding_of(chip)
+    mesh = built.mesh or mesh_of(chip)
+
+    def place(x: jax.ShapeDtypeStruct) -> Sharding:
+        return sharding_of(chip) if built.mesh is None else x.sharding
 
     def row_major(x: jax.ShapeDtypeStruct) -> Format:
-        return Format(Layout(tuple(range(len(x.shape)))), sharding)
+        return Format(Layout(tuple(range(len(x.shape)))), place(x))
 
     def argument(node: Any) -> Any:
         def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if x.format.layout is not None:
                 return x
             is_row_major = isinstance(node, KVPool) or any(x is leaf for leaf in built.row_major)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_major(x) if is_row_major else sharding)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_major(x) if is_row_major else place(x))
 
         return jax.tree.map(placed, node)
 
-    def result(node: Any) -> Any:
-        return jax.tree.map(row_major, node) if isinstance(node, KVPool) else None
-
     arguments = jax.tree.map(argument, built.arguments, is_leaf=_is_pool)
+
+    def result(node: Any) -> Any:
+        pools = (argument for argument in arguments if _is_pool(argument))
+        return jax.tree.map(lambda x: x.format, next(pools)) if _is_pool(node) else None
+
     # Under the mesh, so that Pallas asks the topology and not this process's CPU what the device can do.
     with jax.set_mesh(mesh):
         results = jax.tree.map(result, jax.eval_shape(built.function, *arguments), is_leaf=_is_pool)

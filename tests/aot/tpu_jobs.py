@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from headrace.sharding.topologies import topology_devices
 from tests.aot import matrix, steps, tpu, tpu_faults
 from tests.aot.matrix import ATTENTION, Entry
 from tests.aot.outcome import Outcome, of_fault
@@ -14,7 +15,8 @@ def entry(of: Entry, dump: Path) -> Outcome:
 
 
 def step(of: WholeStep, dump: Path) -> Outcome:
-    built = steps.build_step(of, tpu.mesh_of(of.chip).devices.flat[0])
+    devices = tpu.mesh_of(of.chip).devices.flat if of.topology is None else topology_devices(of.topology)
+    built = steps.build_step(of, tuple(devices))
     return tpu.check(of.name, of.chip, built, dump, needs_kernel=True)
 
 

@@ -60,15 +60,20 @@ class ForcedDecoder:
 
     def logprobs(self, prompt_ids: Sequence[int], continuation_ids: Sequence[int]) -> list[float]:
         """Of each continuation token after everything before it."""
+        return [logprob for logprob, _ in self.scores(prompt_ids, continuation_ids)]
+
+    def scores(self, prompt_ids: Sequence[int], continuation_ids: Sequence[int]) -> list[tuple[float, bool]]:
+        """As logprobs, and whether greedy sampling would take the token."""
         fed, targets = [*prompt_ids, *continuation_ids[:-1]], [*prompt_ids[1:], *continuation_ids]
-        found: list[float] = []
+        found: list[tuple[float, bool]] = []
         for start in range(0, len(fed), self._config.chunk_tokens):
             chunk = fed[start : start + self._config.chunk_tokens]
             target_T = np.zeros(self._config.chunk_tokens, np.int32)
             target_T[: len(chunk)] = targets[start : start + len(chunk)]
             packed = self._layout.pack(self._plan(start, chunk), {SLOT.slot: 0})
-            self._pool, logprob_T = self._step(self._weights, self._pool, packed.array, target_T)
-            found.extend(np.asarray(logprob_T)[: len(chunk)].tolist())
+            self._pool, logprob_T, is_best_T = self._step(self._weights, self._pool, packed.array, target_T)
+            scores = zip(np.asarray(logprob_T).tolist(), np.asarray(is_best_T).tolist(), strict=True)
+            found.extend(list(scores)[: len(chunk)])
         return found[len(prompt_ids) - 1 :]
 
     def _plan(self, start: int, chunk: list[int]) -> StepPlan:
@@ -77,8 +82,10 @@ class ForcedDecoder:
         )
         return StepPlan(step_id=0, bucket=self._bucket, loads=(), decode=(), prefill=(segment,))
 
-    def _run(self, weights: Weights[Array], pool: KVPool, packed: Array, target_T: Array) -> tuple[KVPool, Array]:
-        fields, layout = self._layout.unpack(packed), self._layout
+    def _run(
+        self, weights: Weights[Array], pool: KVPool, packed: Array, target_T: Array
+    ) -> tuple[KVPool, Array, Array]:
+        fields, layout = self._layout.unpack(packed[0]), self._layout
         meta = layout.meta(fields)
         position_T = (fields.blk_pos_J[:, None] + jnp.arange(self._config.block_tokens)).reshape(-1)
         inputs = StepInputs(
@@ -88,4 +95,5 @@ class ForcedDecoder:
         )
         hidden_TD, pool = forward(weights, inputs, pool, self._model_config)
         logprob_TV = jax.nn.log_softmax(logits(weights, hidden_TD[layout.rows :]))
-        return pool, jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]
+        logprob_T = jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]
+        return pool, logprob_T, logprob_TV.argmax(axis=1) == target_T

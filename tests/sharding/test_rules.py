@@ -31,7 +31,7 @@ def test_an_axis_of_one_device_cuts_nothing() -> None:
 def test_two_axes_of_a_tensor_are_not_cut_over_one_axis_of_the_mesh() -> None:
     spec = param_specs(TINY).layers[0].gate_DF
     with pytest.raises(MeshError, match=r"layers\.0\.gate_DF: axes width and ffn are both cut over mesh axis tensor"):
-        partition(spec, MeshShape(tensor=2), {**RULES, Axis.WIDTH: "tensor"})
+        partition(spec, MeshShape(tensor=2), {**RULES, Axis.WIDTH: ("tensor",)})
 
 
 def test_heads_are_not_cut_in_two() -> None:

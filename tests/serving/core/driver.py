@@ -137,5 +137,6 @@ class Drive:
 
     def _settled(self) -> None:
         self.scheduler.check(deep=True)
-        for page in self.scheduler.memory.pool.free_pages:
-            self.runner.poison(page)
+        for lane in self.scheduler.lanes:
+            for page in lane.memory.pool.free_pages:
+                self.runner.poison(page)

@@ -36,7 +36,7 @@ def test_segments_are_cut_to_the_budget_in_whole_pages_and_padded_to_blocks() ->
     short, long = running(0, 3, computed=0), running(1, 30, computed=4)
     draft.add_prefill(short, SlotRef(0, 1))
     draft.add_prefill(long, SlotRef(1, 1))
-    assert not draft.has_prefill_room
+    assert not draft.has_prefill_room(0)
     plan = draft.seal()
     assert plan.prefill == (
         PrefillSegment(
@@ -64,9 +64,9 @@ def test_segments_are_cut_to_the_budget_in_whole_pages_and_padded_to_blocks() ->
 def test_max_segments_bounds_a_step() -> None:
     draft = Draft(CONFIG, 0)
     for slot in range(2):
-        assert draft.has_prefill_room
+        assert draft.has_prefill_room(0)
         draft.add_prefill(running(slot, 3, computed=0), SlotRef(slot, 1))
-    assert not draft.has_prefill_room
+    assert not draft.has_prefill_room(0)
 
 
 def test_a_load_carries_the_outputs_so_far() -> None:

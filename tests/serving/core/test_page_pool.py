@@ -1,14 +1,14 @@
 import pytest
 
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.page_pool import NULL_PAGE, PagePool
+from headrace.serving.core.page_pool import PagePool
 
 
 def test_every_page_but_the_null_page_is_handed_out_once() -> None:
     pool = PagePool(6)
     pages = [pool.alloc() for _ in range(5)]
     assert sorted(pages) == [1, 2, 3, 4, 5]
-    assert NULL_PAGE not in pages
+    assert 0 not in pages
     with pytest.raises(InvariantError, match="without a free page"):
         pool.alloc()
 

@@ -191,7 +191,7 @@ def test_pages_of_a_failed_step_are_not_used_again() -> None:
     drive.submit(make_request(1, 9, 8))
     drive.tick()
     drive.plan()
-    assert drive.scheduler.memory.cache.find(drive.scheduler._running[0].keys, b"")
+    assert drive.scheduler.lanes[0].memory.cache.find(drive.scheduler._running[0].keys, b"")
     drive.fail()
     assert drive.scheduler.stats().pages_cached == 0
 

@@ -9,8 +9,9 @@ from headrace.serving.core.request import (
     FinishReason,
 )
 from headrace.serving.core.scheduler import Scheduler
-from headrace.serving.engine.engine import EngineFailure, StepLoop
+from headrace.serving.engine.engine import StepLoop
 from headrace.serving.engine.fake_runner import FakeRunner
+from headrace.serving.engine.ports import EngineFailure
 from tests.serving.engine.bench import VOCAB, Bench, FakeEdge, close_when_idle, expected_ids, request
 
 
@@ -104,7 +105,7 @@ def test_the_books_are_checked_when_the_engine_gets_idle() -> None:
 
     def script(edge: FakeEdge) -> None:
         if len(edge.finished) == 1:
-            bench.scheduler.memory.pool.alloc()  # a page that nobody will give back
+            bench.scheduler.lanes[0].memory.pool.alloc()  # a page that nobody will give back
 
     with pytest.raises(InvariantError):
         bench.run(script)

@@ -25,7 +25,7 @@ CONFIG = SchedulerConfig(
 
 def warm_runner() -> JaxRunner:
     weights = jax.tree.map(np.asarray, init_weights(SMALLEST, 1))
-    runner = JaxRunner(LoadedModel(config=SMALLEST, weights=weights, model_hash=""), CONFIG)
+    runner = JaxRunner.of_host(LoadedModel(config=SMALLEST, weights=weights, model_hash=""), CONFIG)
     runner.warm_up(lambda what, done, total: None)
     return runner
 

@@ -1,6 +1,7 @@
 """The memory that is predicted before anything is allocated, against what the compiled programs say they take."""
 
 import functools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from tests.model.tiny import TINY
 from tests.serving.runner.plans import CONFIG as LONG_LADDER
 
 LIMIT = 8 << 20
-CONFIG = replace(LONG_LADDER, prefill_tokens=(16,))
+CONFIG = replace(LONG_LADDER, decode_rows=(4,), prefill_tokens=(16,))
 BUCKETS = range(len(CONFIG.buckets))
 UNTIED = replace(TINY, tied_embeddings=False)
 BACKENDS = {
@@ -56,7 +57,7 @@ def analysis(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, bucket
         arguments=found.argument_size_in_bytes,
         temporary=found.temp_size_in_bytes,
         results=found.output_size_in_bytes - found.alias_size_in_bytes,
-        packed=4 * layout.size,
+        packed=4 * math.prod(layout.shape),
     )
 
 
@@ -85,7 +86,7 @@ def test_the_prediction_is_what_the_programs_take(name: str) -> None:
 
 @pytest.mark.parametrize("bucket", [0, -1])
 def test_temporaries_do_not_depend_on_the_number_of_pages(bucket: int) -> None:
-    sizes = [analysis(TINY, replace(CONFIG, num_pages=pages), Backend(), bucket) for pages in (2, 5000, 200_000)]
+    sizes = [analysis(TINY, replace(CONFIG, num_pages=pages), Backend(), bucket) for pages in (2, 200_000)]
     assert len({size.temporary for size in sizes}) == 1
 
 
@@ -105,7 +106,7 @@ def test_the_pool_and_weights_that_a_runner_holds_are_the_predicted_ones() -> No
     for name in BACKENDS:
         memory, backend = memory_of(name), BACKENDS[name]
         model = LoadedModel(config=UNTIED, weights=init_weights(UNTIED, 1, backend.dtype), model_hash="")
-        runner = JaxRunner(model, replace(CONFIG, num_pages=memory.num_pages), backend=backend)
+        runner = JaxRunner.of_host(model, replace(CONFIG, num_pages=memory.num_pages), backend=backend)
         assert sum(x.nbytes for x in jax.tree.leaves(runner._pool)) == memory.num_pages * memory.page_bytes
         assert sum(x.nbytes for x in jax.tree.leaves(runner._weights)) == memory.weights_bytes
         assert sum(x.nbytes for x in jax.tree.leaves(runner._state)) == memory.state_bytes

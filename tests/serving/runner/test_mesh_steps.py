@@ -13,6 +13,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.init import init_weights
 from headrace.model.load import LoadedModel
 from headrace.model.on_mesh import config_on_mesh
+from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.events import TokenEvent
 from headrace.serving.core.request import SamplingParams
@@ -57,7 +58,14 @@ CASES = (
     pytest.param(Case(WIDE, "tensor=2"), marks=pytest.mark.slow),
     pytest.param(Case(WIDE, "tensor=4"), marks=pytest.mark.slow),
     pytest.param(Case(replace(WIDE, tied_embeddings=False), "tensor=4", scan=True), marks=pytest.mark.slow),
-    Case(WIDE, "tensor=8"),
+    pytest.param(Case(WIDE, "tensor=8"), marks=pytest.mark.slow),
+    Case(replace(WIDE, num_layers=4), "data=2,stage=2,tensor=2"),
+    pytest.param(Case(NINE, "data=2"), marks=pytest.mark.slow),
+    pytest.param(Case(NINE, "data=2,tensor=3"), marks=pytest.mark.slow),
+    pytest.param(Case(NINE, "stage=2"), marks=pytest.mark.slow),
+    pytest.param(Case(NINE, "stage=2,tensor=3"), marks=pytest.mark.slow),
+    pytest.param(Case(replace(NINE, num_layers=6), "stage=3", scan=True), marks=pytest.mark.slow),
+    pytest.param(Case(replace(NINE, num_layers=4), "data=2,stage=2", scan=True), marks=pytest.mark.slow),
 )
 
 
@@ -65,15 +73,21 @@ def backend_of(mesh: str, *, scan: bool = False) -> Backend:
     return Backend(device=CPU, mesh=find_mesh(CPU, parse_mesh(mesh)), scan_layers=scan)
 
 
+def config_of(mesh: str) -> SchedulerConfig:
+    """Four slots in all."""
+    lanes = parse_mesh(mesh).data
+    return replace(SMALL, num_lanes=lanes, num_slots=4 // lanes, decode_rows=(4 // lanes,))
+
+
 @functools.cache
 def answers(case: Case) -> dict[int, list[TokenEvent]]:
     """Four requests of different kinds, in chunks and batches."""
-    model = LoadedModel(config=case.cfg, weights=init_weights(case.cfg, 3), model_hash="")
-    runner = JaxRunner(model, SMALL, backend=backend_of(case.mesh, scan=case.scan))
+    model, config = LoadedModel(config=case.cfg, weights=init_weights(case.cfg, 3), model_hash=""), config_of(case.mesh)
+    runner = JaxRunner.of_host(model, config, backend=backend_of(case.mesh, scan=case.scan))
     runner.warm_up(lambda *_: None)
-    runner.poison_pages(range(1, SMALL.num_pages))
+    runner.poison_pages([page for page in range(config.num_lanes * config.num_pages) if page % config.num_pages])
     requests = [request(n, ids, asks) for n, (ids, asks) in enumerate(zip(PROMPTS, ASKS, strict=True))]
-    events = serve(runner, SMALL, requests)
+    events = serve(runner, config, requests)
     runner.close()
     return {n: [event for event in found if isinstance(event, TokenEvent)] for n, found in events.items()}
 
@@ -110,11 +124,11 @@ neighbours. No logits: they would be f32[R,96]."""
 
 def collectives(cfg: ModelConfig, mesh: str, *, scan: bool, bucket: int) -> dict[str, list[str]]:
     """Shapes by opcode in one compiled step; a layout is not part of a shape."""
-    backend = backend_of(mesh, scan=scan)
+    backend, config = backend_of(mesh, scan=scan), config_of(mesh)
     cfg = config_on_mesh(cfg, backend.mesh_shape)
-    layout = InputLayout(SMALL.buckets[bucket], SMALL, cfg.vocab_size)
-    weights, pool = weight_shapes(cfg, backend), pool_shapes(cfg, SMALL, backend)
-    program = step_program(cfg, layout, backend, weights, pool, state_shapes(cfg, SMALL, backend))
+    layout = InputLayout(config.buckets[bucket], config, cfg.vocab_size)
+    weights, pool = weight_shapes(cfg, backend), pool_shapes(cfg, config, backend)
+    program = step_program(cfg, layout, backend, weights, pool, state_shapes(cfg, config, backend))
     found = collections.defaultdict(list)
     names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
     for line in program.compile(CPU).as_text().splitlines():
@@ -136,9 +150,30 @@ def test_devices_exchange_what_is_in_the_table_and_nothing_else(scan: bool, buck
     assert collectives(NINE, "tensor=1", scan=scan, bucket=bucket) == {}
 
 
+def test_lanes_and_stages_exchange_what_is_in_the_table_and_nothing_else() -> None:
+    """Two micro-batches of half the tokens each. Of the sampler only what any vocabulary on two devices exchanges."""
+    found = collectives(NINE, "data=2,stage=2", scan=False, bucket=-1)
+    rows, tokens, width = 2 + 2, 2 + 16, NINE.width
+    assert found.pop("collective-permute") == [f"f32[{tokens // 2},{width}]"]  # from stage to stage, in a loop
+    assert found.pop("all-gather") == sorted([f"f32[{rows},40]", f"s32[{rows},40]", f"s32[{2 * rows},{4 + 2 * 20}]"])
+    sums = found.pop("all-reduce")
+    assert sorted(shape for shape in sums if shape.startswith("f32") and f",{width}]" in shape) == sorted(
+        [f"f32[{tokens},{width}]", f"f32[{rows},{width}]"]  # the embedding; hidden states of the last stage
+    )
+    assert len(sums) - 2 == len(SAMPLER["all-reduce"]) and not found
+    assert collectives(NINE, "data=2", scan=False, bucket=-1) == {"all-gather": [f"s32[{2 * rows},{4 + 2 * 20}]"]}
+
+
 @pytest.mark.parametrize(
     ("change", "mesh", "words"),
     [
+        ({"num_layers": 3}, "stage=2", r"layers: 3 do not divide into 2 stages .mesh axis stage."),
+        (
+            {"num_layers": 6, "sliding_window": 8, "window_pattern": (True, False)},
+            "stage=2",
+            r"layers: 6 in periods of 2 do not divide into 2 stages",
+        ),
+        ({"vocab_size": 98}, "stage=2,tensor=3", r"embed_VD .* .98. does not divide into 6 parts .mesh axis stage and"),
         ({}, "tensor=2", r"layers.0.q_DX of shape .*: its axis heads .9 heads. does not divide into 2 .* into 1, 3"),
         ({"num_heads": 8, "num_kv_heads": 2}, "tensor=3", "k_DY and v_DY: 2 key heads cannot be replicated over 3"),
         ({"vocab_size": 97}, "tensor=3", "embed_VD of shape .*: its axis vocab .97. does not divide into 3 parts"),
@@ -159,6 +194,4 @@ def test_a_shape_that_does_not_divide_is_refused_with_the_tensors_name(
 def test_a_mesh_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="--mesh: mesh tensor=9 needs 9 devices; there are 8"):
         find_mesh(CPU, parse_mesh("tensor=9"))
-    with pytest.raises(ConfigError, match="--mesh data=2: axis data is not served yet; tensor and expert are"):
-        find_mesh(CPU, parse_mesh("data=2"))
     assert find_mesh(CPU, parse_mesh("tensor=1")) is None

@@ -38,7 +38,7 @@ A, B = SlotRef(0, 1), SlotRef(1, 1)
 @pytest.fixture(scope="module")
 def warm() -> Iterator[tuple[JaxRunner, tuple[CompiledProgram, ...], list[tuple[str, int, int]]]]:
     """One warm runner for the file: sequences write what they read, so tests cannot disturb each other."""
-    runner = JaxRunner(tiny_model(), CONFIG)
+    runner = JaxRunner.of_host(tiny_model(), CONFIG)
     seen: list[tuple[str, int, int]] = []
     ledger = runner.warm_up(lambda *progress: seen.append(progress))
     yield runner, ledger, seen

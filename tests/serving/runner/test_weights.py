@@ -12,13 +12,15 @@ from jax.sharding import SingleDeviceSharding
 
 from headrace.model.init import init_weights
 from headrace.model.on_mesh import config_on_mesh
+from headrace.model.specs import WeightScheme
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.chips import CHIPS, Chip
 from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.placing import place
 from headrace.serving.runner.programs import step_program
-from headrace.serving.runner.weights import laid_out, layout_of, place, weight_shapes
+from headrace.serving.runner.weights import laid_out, layout_of, weight_shapes
 from headrace.sharding.mesh import make_mesh
 from headrace.sharding.mesh_shape import MeshShape
 from tests.model.tiny import GPT_OSS_TINY, TINY
@@ -67,6 +69,20 @@ def test_experts_lie_in_rows_and_xlas_own_tiles_which_their_kernel_takes() -> No
     assert layers.o_XD.format.layout == Layout((0, 1, 2), ((16, 128), (2, 1)))
 
 
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_int8_lies_by_rows_on_every_tpu(chip: str) -> None:
+    backend = Backend(device=CPU, dtype=np.dtype(jnp.bfloat16), weights=WeightScheme.INT8, scan_layers=True)
+    for cfg, names in ((TINY, ("q_DX", "o_XD", "down_FD")), (GPT_OSS_TINY, ("k_DY", "gate_EDF"))):
+        tree = laid_out(weight_shapes(cfg, backend), CHIPS[chip])
+        for name in names:
+            leaf = getattr(tree.layers, name)
+            rank = len(leaf.shape)
+            assert leaf.values_KN.format.layout == Layout(tuple(range(rank))) and leaf.scale_GN.format.layout is None
+            assert (leaf.values_KN.dtype, leaf.scale_GN.dtype, leaf.dtype) == (np.int8, np.float32, jnp.bfloat16)
+            assert leaf.scale_GN.shape == (*leaf.shape[:-2], 1, leaf.shape[-1]) and rank > 2
+        assert tree.embed_VD.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_step_compiled_for_layouts_takes_weights_that_lie_so(scan: bool) -> None:
     backend = Backend(device=CPU, scan_layers=scan)
@@ -82,7 +98,7 @@ def test_a_step_compiled_for_layouts_takes_weights_that_lie_so(scan: bool) -> No
             weights = weights.replace(embed_VD=jax.device_put(weights.embed_VD, columns))
         program = step_program(TINY, layout, backend, wanted, *arrays).compile(CPU)
         pool, state = make_pool(TINY, CONFIG, backend), make_state(TINY, CONFIG, backend)
-        results.append(np.asarray(program(weights, pool, state, layout.empty())[2]))
+        results.append(np.asarray(program(weights, pool, state, None, layout.empty())[3]))
     assert np.array_equal(*results) and results[0].any()
 
 

@@ -1,0 +1,60 @@
+"""A model from its files into the places of a backend, without ever being on the host as a whole."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from headrace.model.checkpoint_files import read_manifest
+from headrace.model.config import ModelConfig
+from headrace.model.config_files import is_gguf, read_config
+from headrace.model.directory import ModelDirectory
+from headrace.model.load import LoadedModel, open_weights
+from headrace.model.on_mesh import config_on_mesh
+from headrace.model.weight_files import Progress
+from headrace.model.weights import Weights
+from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.checkpoint import CheckpointWeights
+from headrace.serving.runner.placing import Placement, from_host, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedModel:
+    """config: the model's own, on no mesh. weights: in a backend's places. model_hash, digests: see ``LoadedModel``."""
+
+    config: ModelConfig
+    weights: Weights[jax.Array]
+    model_hash: str
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_placed(path: str | os.PathLike[str], backend: Backend, progress: Progress | None = None) -> PlacedModel:
+    """From a GGUF file, a directory of safetensors, or a checkpoint.
+
+    The host holds AHEAD_BYTES of weights or the largest one at most, whichever is more, beside what devices hold.
+    progress: called after each weight. Raises: ModelFileError, MeshError.
+    """
+    manifest = None if is_gguf(path) else read_manifest(ModelDirectory(path))
+    if manifest is not None:
+        stored = CheckpointWeights(Path(path), manifest, read_config(path))
+        placement = Placement(config_on_mesh(stored.config, backend.mesh_shape), backend)
+        weights = placement.fill(stored.stream(placement.wanted, progress))
+        return PlacedModel(config=stored.config, weights=weights, model_hash=stored.model_hash, digests=stored.digests)
+    files = open_weights(path, dtype=backend.dtype, scheme=backend.weights)
+    placement = Placement(config_on_mesh(files.config, backend.mesh_shape), backend)
+    wanted = placement.wanted
+    stream = files.stream([one.spec.name for one in wanted], progress)
+    weights = placement.fill(from_host(wanted, stream))
+    return PlacedModel(config=files.config, weights=weights, model_hash=files.model_hash, digests=files.digests)
+
+
+def placed(model: LoadedModel, backend: Backend) -> PlacedModel:
+    """A model that is on the host, as tests have it."""
+    return PlacedModel(
+        config=model.config,
+        weights=place(model.weights, config_on_mesh(model.config, backend.mesh_shape), backend),
+        model_hash=model.model_hash,
+        digests=model.digests,
+    )
