@@ -271,7 +271,7 @@ def compare_sums(program: Path, document: Document, model: str) -> tuple[str, bo
     point = row["points"][-1]
     cost, cfg = point["decode"] if kind == "decode" else point["mixed"], published_config(model)
     tokens = int(rows) + int(prompt or 0)
-    planned = sum(x["count"] for x in cost["exchanges"] if x["size_bytes"] > cfg.width * 4)
+    planned = sum(x["count"] for x in cost["exchanges"] if x["what"] == "sum")
     found = hlo.layered_sums(
         program.read_text(), 4 * tokens * cfg.width, layers=cfg.num_layers, period=len(cfg.layer_windows)
     )
