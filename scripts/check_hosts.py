@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 
+from headrace.serving.bench.stream_client import History, StreamClient
 from scripts import evidence
-from scripts.stream_client import History, StreamClient
 from tests.host_processes import SMALL, Hosts, end, options_of, serving, start_host, write_model
 from tests.live import start_server
 

@@ -25,6 +25,7 @@ from headrace.serving.app.build import (
 from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
+from headrace.serving.app.plan_flags import plan
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
 
@@ -342,68 +343,6 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
 
 @commands.command(cls=SectionCommand)
 @click.argument("model_source", metavar="MODEL")
-@compute(
-    "--topology",
-    "topologies",
-    required=True,
-    multiple=True,
-    help="Slice to compile for, such as v5e:4x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h100:4; may be given several times.",
-)
-@compute(
-    "--mesh",
-    "meshes",
-    multiple=True,
-    help="As for serve, such as tensor=4; may be given several times.  [default: auto, all that fit the slice]",
-)
-@compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
-@compute("--weights", type=click.Choice(WEIGHTS), default="native", help="As for serve: as --dtype, or int8.")
-@compute("--kv-dtype", "--kv", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
-@memory("--context", type=int, default=8192, help="Most tokens of a request.")
-@memory("--max-streams", type=int, default=64, help="Requests that generate at the same time, on each copy.")
-@memory("--chunk-tokens", type=int, default=512, help="Most prompt tokens of one step.")
-@memory(
-    "--memory-fraction",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=DEFAULT_MEMORY_FRACTION,
-    help="Share of HBM.",
-)
-@memory("--workload", default="1024:256", metavar="IN:OUT", help="Tokens of a prompt and of its answer.")
-@output("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Picture to write: .svg, .png or .pdf.")
-@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@output("--keep-hlo", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder for the programs.")
-def plan(model_source: str, as_json: bool, plot: Path | None, **flags: Any) -> int:
-    """Say whether MODEL fits on a slice of accelerators and what bounds it, without them.
-
-    MODEL is a published name (llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mixtral-8x7b,
-    gpt-oss-20b, gpt-oss-120b), a .gguf file or a directory with a config.json; weights are not needed. The programs
-    that would be served are compiled by the accelerator's own compiler, which comes with the tpu or the cuda extra of
-    this package.
-    """
-    from headrace.serving.app.plan import PlanRequest
-    from headrace.serving.app.plan_command import parse_workload, run_plan
-
-    wanted = PlanRequest(
-        model=model_source,
-        topologies=flags["topologies"],
-        meshes=flags["meshes"],
-        work=parse_workload(flags["workload"]),
-        keep_hlo=flags["keep_hlo"],
-    )
-    options = EngineOptions(
-        model=model_source,
-        dtype=flags["dtype"],
-        weights=flags["weights"],
-        kv_dtype=flags["kv_dtype"],
-        context=flags["context"],
-        num_slots=flags["max_streams"],
-        chunk_tokens=flags["chunk_tokens"],
-        memory_fraction=flags["memory_fraction"],
-    )
-    return run_plan(wanted, options, Console(stderr=True), as_json=as_json, plot=plot)
-
-
-@commands.command(cls=SectionCommand)
-@click.argument("model_source", metavar="MODEL")
 @click.argument("target", metavar="DIR", type=A_FOLDER)
 @compute("--device", type=click.Choice(DEVICES), default="auto", help="Whose memory holds the model meanwhile.")
 @compute("--mesh", help="As for serve, such as tensor=8: in how many parts each weight is written.")
@@ -422,6 +361,7 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
     return run_checkpoint(CheckpointRequest(model=found.path, target=target), options, Console(stderr=True))
 
 
+commands.add_command(plan)
 commands.add_command(bench)
 
 

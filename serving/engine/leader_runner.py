@@ -6,7 +6,7 @@ from typing import NoReturn
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import StepPlan, StepResult
 from headrace.serving.engine.host_leader import Leader
-from headrace.serving.engine.ports import CompiledProgram, EngineFailure, Progress, Runner, Ticket
+from headrace.serving.engine.ports import CompiledProgram, EngineFailure, ExpertTokens, Progress, Runner, Ticket
 
 VERDICT_S = 1.0
 """A step that fails may fail because a rank is gone; whoever finds out which ends the process within so long."""
@@ -46,6 +46,14 @@ class LeaderRunner:
             raise
         except Exception as error:
             self._fail(ticket.step_id, error)
+        finally:
+            self._leader.waits_for(None)
+
+    def expert_tokens(self) -> ExpertTokens | None:
+        """See ``ports.Runner``. It waits for the steps in flight, so a rank that is stuck in one is noticed."""
+        self._leader.waits_for(max(self._steps.values(), default=None))
+        try:
+            return self._runner.expert_tokens()
         finally:
             self._leader.waits_for(None)
 

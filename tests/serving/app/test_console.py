@@ -111,5 +111,7 @@ def test_progress_without_a_terminal_is_one_line_per_text() -> None:
 
 def test_a_mesh_is_printed_with_its_devices_and_what_joins_them() -> None:
     topology = Topology(platform="tpu", device_kind="TPU v6 lite", num_devices=8, num_processes=2, link="ICI")
-    text = printed(print_ledger, SMOLLM2, msgspec.structs.replace(READY, mesh="data=2,tensor=4", topology=topology))
-    assert "device 8 × tpu:TPU v6 lite of 2 processes, mesh data=2,tensor=4, joined by ICI" in text
+    text = printed(
+        print_ledger, SMOLLM2, msgspec.structs.replace(READY, mesh="data=2,tensor=4", topology=topology, hosts=2)
+    )
+    assert "device 8 × tpu:TPU v6 lite of 2 hosts, of which this is rank 0, mesh data=2,tensor=4, joined by ICI" in text

@@ -361,3 +361,31 @@ def knock(place: HostPlace) -> socket.socket:
         except ConnectionRefusedError:
             time.sleep(0.02)
     raise AssertionError(f"nobody listens at {place.coordinator}")
+
+
+class Waits:
+    """What a leader is told that the main thread waits for."""
+
+    def __init__(self) -> None:
+        self.steps, self.told = 0, list[int | None]()
+
+    def run_step(self, plan: StepPlan) -> int:
+        self.steps += 1
+        return self.steps
+
+    def waits_for(self, steps: int | None) -> None:
+        self.told.append(steps)
+
+
+def test_a_reading_of_the_experts_load_waits_for_the_last_step_in_flight() -> None:
+    leader, inner = Waits(), FaultyRunner()
+    runner = LeaderRunner(inner, leader)  # type: ignore[arg-type]
+    scheduler = Scheduler(config_of())
+    assert scheduler.submit(request(1), 0.0) is None
+    tickets = [runner.dispatch(plan) for plan in (scheduler.plan_step(0.0), scheduler.plan_step(0.0)) if plan]
+    assert len(tickets) == 2 and runner.expert_tokens() is None
+    assert leader.told == [2, None]
+    for ticket in tickets:
+        runner.collect(ticket)
+    runner.expert_tokens()
+    assert leader.told[-2:] == [None, None]
