@@ -99,6 +99,11 @@ class Group:
             seconds += 2 * sum(path.hops for path in self.paths) * HOP_S
         return seconds
 
+    def send_s(self, size_bytes: float) -> float:
+        """From each device to the next along the group."""
+        path = self.paths[0] if self.paths else self.inside
+        return 0.0 if path is None else size_bytes / path.bytes_per_s + HOP_S
+
 
 def links_of(chip: str) -> ChipLinks:
     """Raises: MeshError where nothing is known of a chip."""

@@ -104,9 +104,6 @@ def choose_meshes(
     chosen: list[tuple[Slice, MeshShape]] = []
     left_out: list[str] = []
     given = [parse_mesh(mesh) for mesh in dict.fromkeys(meshes) if mesh != AUTO]
-    for mesh in given:
-        if mesh.stage > 1:
-            raise MeshError(f"mesh {mesh}: axis stage is not planned; tensor, expert and data are")
     for of in slices:
         candidates = list(given)
         if not meshes or AUTO in meshes:
@@ -122,7 +119,7 @@ def choose_meshes(
 def sensible_meshes(devices: int, config: ModelConfig) -> list[MeshShape]:
     """All of so many devices that heads, feed-forward, vocabulary and experts divide into; most tensor parts first.
 
-    data takes what tensor and expert leave.
+    data takes what tensor and expert leave. Stages are planned where they are asked for by name.
     """
     found = []
     for tensor in _divisors(devices):

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.serving.app.plan_front import Choice, choices
-from headrace.serving.app.plan_types import GIB, Exchange, Plan, PlanRow, StepCost
+from headrace.serving.app.plan_types import GIB, Exchange, ExchangeKind, Plan, PlanRow, StepCost
 
 SCHEMA = "headrace-plan/1"
 ASSUMPTIONS = (
@@ -20,7 +20,8 @@ ASSUMPTIONS = (
     "Links (one way): v5e 45, v5p and v6e 90, TPU7x 100 GB/s to each neighbour (600 between its two devices), H100 and "
     "H200 450 GB/s to their switches. Sums of float32 go round all dimensions of a group at once; they are not hidden, "
     "and a hop takes 1 us. A line comes back over its own links; 16r is a ring.",
-    "Copies of the model (data) exchange nothing: one is compiled, and its figures are those of each.",
+    "Copies of the model (data) exchange nothing but results of some kB: one is compiled, and its figures are those of "
+    "each. Stages read their weights once for each micro-batch, and stand on padding while the pipe fills.",
     "Not known: the host's share of a step, fragments of memory, what a hot chip or a busy network loses.",
 )
 SHOWN_ROWS = (
@@ -32,7 +33,7 @@ SHOWN_ROWS = (
     "streams at once",
     "decode: FLOPs",
     "decode: bytes of HBM",
-    "decode: sums",
+    "decode: exchanged",
     "decode: on each link",
     "decode: HBM",
     "decode: products",
@@ -110,13 +111,14 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def _large(cost: StepCost) -> list[Exchange]:
-    """Without the three of a greedy draw, whose bytes nobody would notice; their time is counted."""
-    most = max((exchange.size_bytes for exchange in cost.exchanges), default=0)
-    return [exchange for exchange in cost.exchanges if exchange.size_bytes == most]
+    """Without those of a draw, whose bytes nobody would notice; their time is counted."""
+    return [exchange for exchange in cost.exchanges if exchange.what is not ExchangeKind.DRAW]
 
 
 def _sums(exchange: Exchange) -> str:
-    return f"{'+'.join(exchange.axes)} {exchange.group}: {exchange.count} x {exchange.size_bytes / 1e3:.0f} kB"
+    what = "to the next " if exchange.what is ExchangeKind.SEND else ""
+    axes = "+".join(exchange.axes)
+    return f"{what}{axes} {exchange.group}: {exchange.count} x {exchange.size_bytes / 1e3:.0f} kB"
 
 
 def _ms(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """What ``headrace plan`` is asked, what a compiling process answers, and the plan that comes of it. JAX-free."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from headrace.serving.app.build import EngineOptions
 from headrace.serving.core.kv_memory import DeviceMemory
@@ -39,11 +40,21 @@ class PlanJob:
     keep_hlo: str | None = None
 
 
+class ExchangeKind(StrEnum):
+    """SUM: of activations over devices. DRAW: the three of a greedy draw, of a few bytes. SEND: to the next stage."""
+
+    SUM = "sum"
+    DRAW = "draw"
+    SEND = "send"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Sums over the same devices in one step. axes: of the mesh. group: how their devices lie, as ``links.Group`` says
-    it. size_bytes: of one sum. link_bytes: of one sum, on each link between chips, one way. seconds: of all."""
+    """Exchanges of one kind and size between the same devices in one step. axes: of the mesh. group: how their devices
+    lie, as ``links.Group`` says it. size_bytes: of one. link_bytes: of one, on each link between chips, one way.
+    seconds: of all."""
 
+    what: ExchangeKind
     axes: tuple[str, ...]
     group: str
     count: int

@@ -102,6 +102,10 @@ class _Work:
         fraction = self.job.options.memory_fraction or DEFAULT_MEMORY_FRACTION
         return {"limit_bytes": self.chip.hbm_bytes, "fraction": fraction}
 
+    @property
+    def shape(self) -> MeshShape:
+        return self.backend.mesh_shape
+
     def scheduler(self, pages: int) -> SchedulerConfig:
         options = replace(self.job.options, pages=pages, memory_fraction=None)
         return resolve(options, self.cfg, self.backend.kv_format).scheduler
@@ -143,7 +147,7 @@ class _Work:
             memory=memory,
             code_bytes=dict(sorted(code.items())),
             tokens=tokens,
-            layer_kv_bytes=memory.num_pages * memory.page_bytes // self.cfg.num_layers,
+            layer_kv_bytes=memory.num_pages * memory.page_bytes * self.shape.stage // self.cfg.num_layers,
             seconds=time.monotonic() - started_s,
             cpu_seconds=time.process_time(),
         )
@@ -178,7 +182,8 @@ class _Work:
         self, row: PlanRow, found: Compiled, shape: MeshShape, of: Slice, devices: Sequence[jax.Device]
     ) -> PlanRow:
         work, options = self.job.work, self.job.options
-        page = self.scheduler(2).page_size
+        scheduler = self.scheduler(2)
+        page = scheduler.page_size
         costs = CostModel(
             cfg=self.cfg,
             mesh=shape,
@@ -186,6 +191,8 @@ class _Work:
             specs=param_specs(self.cfg, self.backend.dtype, self.backend.weights),
             token_bytes=found.memory.page_bytes / page,
             lies=lambda axes: group_along(of, devices, shape, axes),
+            rungs=scheduler.decode_rows,
+            block_tokens=scheduler.block_tokens,
         )
         most = min(options.num_slots, found.tokens // page // math.ceil((work.prompt + work.output) / page))
         alone = costs.alone(work, options.chunk_tokens)

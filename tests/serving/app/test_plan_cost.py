@@ -94,9 +94,45 @@ def test_experts_sum_over_their_own_axes() -> None:
     }
     assert axes == {
         "expert=4": [(("expert",), 48)],
-        "tensor=4": [(("tensor",), 49), (("tensor",), 3), (("tensor",), 48)],
-        "expert=2,tensor=2": [(("tensor",), 49), (("tensor",), 3), (("expert", "tensor"), 48)],
+        "tensor=4": [(("tensor",), 97), (("tensor",), 3)],
+        "expert=2,tensor=2": [(("tensor",), 49), (("expert", "tensor"), 48), (("tensor",), 3)],
     }
+
+
+def test_stages_read_their_layers_once_for_each_micro_batch() -> None:
+    cfg, shape = published_config("llama-3.1-8b"), StepShape(rows=16, context=1024)
+    whole = costs(cfg, token_bytes=131_072).step(shape)
+    model = replace(costs(cfg, MeshShape(stage=4), token_bytes=131_072 / 4), rungs=(1, 4, 16))
+    staged = model.step(shape)
+    # 4 micro-batches of 4 rows, 7 ticks; the head is cut over stages too.
+    assert (model.ticks(shape).parts, model.ticks(shape).count) == (4, 7)
+    head = 2 * 128_256 * 4096
+    layers = whole.weight_bytes - head - 2 * 16 * 4096
+    assert staged.weight_bytes == pytest.approx(layers / 4 * 7 + head / 4, rel=1e-3)
+    assert staged.kv_bytes == whole.kv_bytes / 4
+    token = 4096 * 4
+    assert [(x.what, x.axes, x.count, x.size_bytes) for x in staged.exchanges] == [
+        ("sum", ("stage",), 2, 16 * token),  # the embedding, and what the last stage has of 16 rows
+        ("send", ("stage",), 7, 4 * token),
+        ("draw", ("stage",), 3, 16 * 4),
+    ]
+    send = staged.exchanges[1]
+    assert send.seconds == pytest.approx(7 * (4 * token / 90e9 + 1e-6))
+    # A chunk alone has one decode row, so it is one micro-batch.
+    assert model.ticks(StepShape(rows=0, context=512, prompt_tokens=512)).count == 4
+
+
+def test_stages_and_tensor_parts_cut_the_vocabulary_together() -> None:
+    cfg, shape = published_config("llama-3.1-8b"), StepShape(rows=2, context=1)
+    mesh = MeshShape(stage=2, tensor=2)
+    cost = replace(costs(cfg, mesh), rungs=(2,)).step(shape)
+    assert [(x.what, x.axes, x.count) for x in cost.exchanges] == [
+        ("sum", ("stage", "tensor"), 1),
+        ("sum", ("tensor",), 2 * 16 * 3),
+        ("sum", ("stage",), 1),
+        ("send", ("stage",), 3),
+        ("draw", ("stage", "tensor"), 3),
+    ]
 
 
 def test_int8_weights_are_half_the_bytes_and_their_factors() -> None:
