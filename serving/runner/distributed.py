@@ -51,8 +51,8 @@ def reach(service: str, rank: int, limit_s: float = REACH_S) -> None:
         except OSError as error:
             if time.monotonic() + RETRY_S >= end_s:
                 raise HostsError(
-                    f"rank {rank} cannot reach JAX's service at {service} ({error.strerror or error}): hosts must reach "
-                    f"each other on any port"
+                    f"rank {rank} cannot reach JAX's service at {service} ({error.strerror or error}): hosts must "
+                    f"reach each other on any port"
                 ) from error
             time.sleep(RETRY_S)
 
