@@ -105,6 +105,8 @@ def run(link: EngineLink) -> int:
         return 0
     except LinkClosed as error:
         log.info("%s", error)
+        if hosts is not None:
+            hosts.give_up(f"rank {hosts.rank} was told to end")
         return 0
     except (ConfigError, ModelFileError, HostsError) as error:
         return _fail(link, hosts, str(error))
@@ -126,7 +128,8 @@ def _serve(built: BuiltEngine, hosts: Leader | Follower | None, inbox: Inbox, li
         return
     runner: Runner = built.runner if hosts is None else LeaderRunner(built.runner, hosts)
     loop = StepLoop(Scheduler(config), runner, clock, max_steps_in_flight=config.max_steps_in_flight)
-    Engine(loop, clock, inbox, link).run()
+    with contextlib.suppress(LinkClosed):  # It closed while something was sent: an end like any other.
+        Engine(loop, clock, inbox, link).run()
     if hosts is not None:
         hosts.farewell()
 

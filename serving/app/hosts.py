@@ -66,7 +66,7 @@ def run_follower(follower: Follower, runner: Runner, max_steps_in_flight: int, i
     """Run the plans of rank 0 until the command closes the link. Raises: EngineFailure."""
     threading.Thread(target=_obey, args=(inbox, follower), daemon=True, name="commands").start()
     follower.follow(runner, max_steps_in_flight, lambda nonce: link.send(Stats(nonce=nonce)))
-    follower.give_up("it was told to end")
+    follower.give_up(f"rank {follower.rank} was told to end")
 
 
 def _obey(inbox: Inbox, follower: Follower) -> None:

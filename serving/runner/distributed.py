@@ -1,15 +1,19 @@
 """Devices of several hosts as one: JAX's own distributed service, and which of its devices make a mesh."""
 
+import socket
+import time
 from collections.abc import Sequence
 
 import jax
 
 from headrace.serving.core.errors import ConfigError
-from headrace.serving.engine.host_messages import HostsError
+from headrace.serving.engine.host_messages import HostsError, parse_address
 from headrace.serving.runner.backend import describe_device
 
 CONNECT_S = 60
 """All ranks have just said that they are there."""
+REACH_S = 30.0
+RETRY_S = 0.2
 
 
 def connect(service: str, num_hosts: int, rank: int) -> None:
@@ -19,6 +23,8 @@ def connect(service: str, num_hosts: int, rank: int) -> None:
     What it thinks of lost hosts comes too late (100 s) or ends the process without a word, so ours do not wait for it.
     Its SIGTERM handler would take the signal from whoever drains. Raises: HostsError.
     """
+    if rank > 0:
+        reach(service, rank)
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -33,6 +39,22 @@ def connect(service: str, num_hosts: int, rank: int) -> None:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0][:300]
         raise HostsError(f"rank {rank} cannot join JAX's service at {service}: {reason}") from error
+
+
+def reach(service: str, rank: int, limit_s: float = REACH_S) -> None:
+    """Wait until the service listens: JAX ends the process without a word where it never does. Raises: HostsError."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection(parse_address(service), timeout=max(end_s - time.monotonic(), RETRY_S)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + RETRY_S >= end_s:
+                raise HostsError(
+                    f"rank {rank} cannot reach JAX's service at {service} ({error.strerror or error}): hosts must "
+                    f"reach each other on any port"
+                ) from error
+            time.sleep(RETRY_S)
 
 
 def is_here(device: jax.Device) -> bool:

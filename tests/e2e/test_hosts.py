@@ -40,4 +40,4 @@ def test_two_hosts_answer_as_the_model_says_and_end_when_one_is_killed(tmp_path:
         assert caught.value.code == "engine_lost"
         assert hosts.exit_codes() == [4, 4]
         assert "rank 1 (127.0.0.1:" in hosts.server.log.read_text()
-        assert "over 2 hosts, of which this is rank 1" in " ".join(hosts.others[0].log.read_text().split())
+        assert "2 hosts, of which this is rank 1" in " ".join(hosts.others[0].log.read_text().split())

@@ -28,7 +28,7 @@ from headrace.serving.engine.link import encode_frame
 from headrace.serving.engine.ports import EngineFailure, Ticket
 from tests.serving.engine.bench import VOCAB, config_of, expected_ids, request
 
-QUICK = HostLimits(beat_s=0.05, silent_s=0.8, starting_silent_s=30.0, step_s=0.4)
+QUICK = HostLimits(beat_s=0.05, silent_s=1.2, starting_silent_s=30.0, step_s=0.4)
 FACTS = {"--mesh": "tensor=2"}
 LOADED = Loaded(facts={}, model_hash="f0", digests={"t": "00"}, num_pages=40)
 WAIT_S = 20.0
@@ -178,7 +178,7 @@ def test_a_rank_that_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Follower, "_beat", lambda self: None)
     with met() as group:
         group.leader.serves()
-        assert "is lost: no sign of life for 0." in group.lost.get(timeout=WAIT_S)
+        assert "is lost: no sign of life for 1." in group.lost.get(timeout=WAIT_S)
         assert "rank 1" in (group.ends[0].get(timeout=WAIT_S) or "")
 
 
@@ -186,7 +186,7 @@ def test_a_silent_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Leader, "_beat", lambda self: None)
     with met() as group:
         group.followers[0].serves()
-        assert "rank 0 is lost: no sign of life for 0." in (group.ends[0].get(timeout=WAIT_S) or "")
+        assert "rank 0 is lost: no sign of life for 1." in (group.ends[0].get(timeout=WAIT_S) or "")
 
 
 def test_a_rank_whose_main_thread_is_stuck_is_named_though_it_beats() -> None:
@@ -259,7 +259,7 @@ def test_missing_ranks_are_named_in_time_to_those_that_came() -> None:
         lambda: lead(place, FACTS, clock, print, quiet),
         lambda: join(replace(place, rank=2, join_s=WAIT_S), FACTS, clock, print, quiet),
     )
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 10
     for error in found:
         assert isinstance(error, HostsError) and "ranks 1, 3 did not come to 127.0.0.1:" in str(error)
 
