@@ -33,6 +33,9 @@ CHUNK_BYTES = 32 << 20
 """Most that is read at once. A device that needs a part of a chunk reads all of it, so that a weight which was written
 by one device must not be one chunk; every chunk costs an entry in the index."""
 
+AHEAD_BYTES = 64 << 20
+"""As in ``weight_files``; less, since Orbax holds chunks of a weight beside it."""
+
 
 def save_weights(
     files: WeightFiles, folder: Path, backend: Backend, progress: Progress | None = None
@@ -107,7 +110,7 @@ class CheckpointWeights:
         with ThreadPoolExecutor(1, thread_name_prefix="restore") as pool:
             try:
                 starts = [functools.partial(pool.submit, self._restore, one) for one in wanted]
-                restored = ahead(starts, [self._bytes(one.spec.name) for one in wanted])
+                restored = ahead(starts, [self._bytes(one.spec.name) for one in wanted], AHEAD_BYTES)
                 for one in wanted:
                     piece, is_verified = next(restored)
                     yield piece
