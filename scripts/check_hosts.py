@@ -1,8 +1,8 @@
 """One model over two and over four processes: kill and stop ranks under load, and start with what does not fit.
 
-Shows: the ids of one process; a typed error on each stream and non-zero exit codes of all ranks within 10 s of a kill
-or a stop; the same commands serve again; a drain ends all ranks with 0; a rank with another weight file, another option
-or none at all ends the start of all, by name. Each host is a process with a CPU device of its own.
+Shows: the ids of one process; a typed error on each stream within 10 s of a kill or a stop, and then non-zero exit
+codes of all ranks; the same commands serve again; a drain ends all ranks with 0; a rank with another weight file,
+another option or none at all ends the start of all, by name. Each host is a process with CPU devices of its own.
 """
 
 import asyncio
