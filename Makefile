@@ -4,6 +4,7 @@
 # make check-NAME       a heavier bar; writes evidence/NAME.json      (make checks lists them)
 # make aot-tpu          compile all kernels and whole steps for absent TPUs (ARGS="--chips v6e --only decode …"; --help)
 # make aot-cuda         the same for an absent H100 and H200        (ARGS="--chips h100 --only decode …"; --help)
+# make check-plan       headrace plan by both compilers, against public measurements
 # make protocol         write PROTOCOL.md from the message schema
 # PYTHON=python3.13 picks the interpreter; one of another version than python3 gets a .venv-3.13 of its own.
 
@@ -20,11 +21,11 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8
-STRICT := core engine edge
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
+STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda checks venv venv-dev clean $(CHECKS:%=check-%)
+.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan checks venv venv-dev clean $(CHECKS:%=check-%)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -43,9 +44,10 @@ venv-dev: python
 serve: venv
 	@exec $(BIN)/headrace serve $(ARGS)
 
-# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures.
+# Two at a time: most tests wait for a compiler or another process on one core. Files stay whole: they share fixtures;
+# the longest come first (tests/conftest.py).
 test: venv-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: venv-dev typecheck
 	$(BIN)/ruff check .
@@ -72,8 +74,16 @@ aot-cuda: python
 	@$(PYTHON) scripts/make_venv.py $(VENV)-aot-cuda
 	$(VENV)-aot-cuda/bin/python -m scripts.aot_cuda --install --out evidence/aot-cuda.json $(ARGS)
 
+# Both compilers, each in its environment.
+check-plan: python
+	@$(PYTHON) scripts/make_venv.py $(VENV)-aot-tpu tpu
+	@$(PYTHON) scripts/make_venv.py $(VENV)-aot-cuda
+	@mkdir -p evidence
+	$(VENV)-aot-tpu/bin/python -m scripts.check_plan --cuda-python $(abspath $(VENV))-aot-cuda/bin/python --install \
+	  --out evidence/plan.json $(ARGS)
+
 checks:
-	@printf 'make check-%s\n' $(CHECKS)
+	@printf 'make check-%s\n' $(CHECKS) plan
 
 $(CHECKS:%=check-%): check-%: venv-dev
 	@mkdir -p evidence

@@ -41,8 +41,11 @@ class ModelConfig:
     generation. rope_scaling: None leaves the frequencies as they are.
     num_experts: E, 0 = dense layers, else every layer has experts. experts_per_token: A. expert_ffn_width: F of one
     expert. router: given where there are experts. expert_bias: each of an expert's products has a bias.
+    shared_expert_width: F of a dense network beside the experts, which every token takes; 0 = none. has_shared_gate:
+    what it gives is multiplied by the sigmoid of a product of its own.
     gate: the activation, of dense layers and experts alike.
     qk_norm: queries and keys are normalized per head, before they are rotated. attention_bias: q, k, v and o have one.
+    qkv_bias: q, k and v have one, o has none.
     has_sinks: each query head has a logit that joins its softmax and carries no value.
     sliding_window: a query sees this many keys, its own included, in layers whose entry of window_pattern is True. The
     pattern repeats over the layers, and its length divides their number; it is empty without a window.
@@ -70,9 +73,12 @@ class ModelConfig:
     expert_ffn_width: int = 0
     router: Router | None = None
     expert_bias: bool = False
+    shared_expert_width: int = 0
+    has_shared_gate: bool = False
     gate: Gate = Gate()
     qk_norm: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = False
     has_sinks: bool = False
     sliding_window: int | None = None
     window_pattern: tuple[bool, ...] = ()
@@ -97,7 +103,7 @@ class ModelConfig:
 
     def _check_experts(self) -> None:
         if self.num_experts == 0:
-            for field in ("experts_per_token", "expert_ffn_width", "router", "expert_bias"):
+            for field in ("experts_per_token", "expert_ffn_width", "router", "expert_bias", "shared_expert_width"):
                 if getattr(self, field):
                     raise ConfigError(f"{field} is {getattr(self, field)}, but num_experts is 0")
             if not 1 <= self.ffn_width <= _MAX_FFN_WIDTH:
@@ -110,6 +116,12 @@ class ModelConfig:
         ):
             if not 1 <= getattr(self, field) <= limit:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be from 1 to {limit}")
+        if not 0 <= self.shared_expert_width <= _MAX_FFN_WIDTH:
+            raise ConfigError(
+                f"shared_expert_width is {self.shared_expert_width}; it must be from 0 to {_MAX_FFN_WIDTH}"
+            )
+        if self.has_shared_gate and not self.shared_expert_width:
+            raise ConfigError("has_shared_gate is True, but shared_expert_width is 0")
         if self.router is None:
             raise ConfigError(f"router is missing; {self.num_experts} experts need one")
         if self.ffn_width:

@@ -76,7 +76,12 @@ def _layer(w: LayerWeights[Leaf], cfg: ModelConfig, x_SD: jax.Array, window: int
         if cfg.expert_bias:
             y_SD = y_SD + _f32(w.down_bias_ED[e])
         x_SD = x_SD + weight_SE[:, e, None] * y_SD
-    return x_SD
+    return x_SD if cfg.shared_expert_width == 0 else x_SD + _shared(w, cfg, m_SD)
+
+
+def _shared(w: LayerWeights[Leaf], cfg: ModelConfig, m_SD: jax.Array) -> jax.Array:
+    y_SD = _gate(m_SD @ _f32(w.shared_gate_DF), m_SD @ _f32(w.shared_up_DF), cfg) @ _f32(w.shared_down_FD)
+    return y_SD / (1 + jnp.exp(-m_SD @ _f32(w.shared_score_D1))) if cfg.has_shared_gate else y_SD
 
 
 def _gate(gate_SF: jax.Array, up_SF: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -117,6 +117,7 @@ class _Specs:
             "H": (cfg.head_dim, Axis.HEAD),
             "E": (cfg.num_experts, Axis.EXPERTS),
             "F": (cfg.expert_ffn_width, Axis.EXPERT_FFN) if cfg.num_experts else (cfg.ffn_width, Axis.FFN),
+            "1": (1, Axis.CHOICES),
         }
 
     def make(self, path: str, source: SourceName, *, init: Init | None = None, is_product: bool = False) -> ParamSpec:
@@ -124,8 +125,11 @@ class _Specs:
         axes = [self.axes[letter] for letter in letters]
         if "router" in path:  # whole everywhere: each device chooses for all tokens
             axes = [(size, Axis.CHOICES if axis is Axis.EXPERTS else axis) for size, axis in axes]
+        if "shared" in path:
+            width = (self.cfg.shared_expert_width, Axis.FFN)
+            axes = [width if letter == "F" else axis for letter, axis in zip(letters, axes, strict=True)]
         # Vectors cost nothing in float32, nor does a router, whose rounding would swap experts.
-        is_small = len(letters) == 1 or letters == "DE"
+        is_small = len(letters) == 1 or letters in ("DE", "D1")
         return ParamSpec(
             name=path,
             shape=tuple(size for size, _ in axes),
@@ -149,7 +153,10 @@ class _Specs:
         norms = ["attn_norm_D", "ffn_norm_D"] + ["q_norm_H", "k_norm_H"] * cfg.qk_norm
         matrices = ["q_DX", "k_DY", "v_DY", "o_XD"]
         matrices += ["router_DE", "gate_EDF", "up_EDF", "down_EFD"] if has_experts else ["gate_DF", "up_DF", "down_FD"]
-        biases = ["q_bias_X", "k_bias_Y", "v_bias_Y", "o_bias_D"] * cfg.attention_bias
+        matrices += ["shared_gate_DF", "shared_up_DF", "shared_down_FD"] * (cfg.shared_expert_width > 0)
+        matrices += ["shared_score_D1"] * cfg.has_shared_gate
+        biases = ["q_bias_X", "k_bias_Y", "v_bias_Y"] * (cfg.attention_bias or cfg.qkv_bias)
+        biases += ["o_bias_D"] * cfg.attention_bias
         biases += ["sinks_N"] * cfg.has_sinks + ["router_bias_E"] * cfg.has_router_bias
         biases += ["gate_bias_EF", "up_bias_EF", "down_bias_ED"] * cfg.expert_bias
 

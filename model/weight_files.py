@@ -142,10 +142,13 @@ class Job(Protocol[ResultT]):
     def result(self) -> ResultT: ...
 
 
-def ahead(starts: Sequence[Callable[[], Job[ResultT]]], sizes: Sequence[int]) -> Iterator[ResultT]:
+def ahead(
+    starts: Sequence[Callable[[], Job[ResultT]]], sizes: Sequence[int], limit_bytes: int | None = None
+) -> Iterator[ResultT]:
     """Results in order, of jobs that are started ahead: as many as their bytes together, and those of the result that
-    was taken last, stay within AHEAD_BYTES or the largest one's. Nothing is kept of what was taken."""
-    limit = max(AHEAD_BYTES, *sizes, 0)
+    was taken last, stay within the limit (None = AHEAD_BYTES) or the largest one's. Nothing is kept of what was taken.
+    """
+    limit = max(AHEAD_BYTES if limit_bytes is None else limit_bytes, *sizes, 0)
     running: deque[Job[ResultT]] = deque()
     held, first = 0, 0
     for index, size in enumerate(sizes):

@@ -40,6 +40,10 @@ class LayerWeights(Generic[LeafT]):
     gate_bias_EF: LeafT | None = None
     up_bias_EF: LeafT | None = None
     down_bias_ED: LeafT | None = None
+    shared_gate_DF: LeafT | None = None
+    shared_up_DF: LeafT | None = None
+    shared_down_FD: LeafT | None = None
+    shared_score_D1: LeafT | None = None
 
 
 @struct.dataclass

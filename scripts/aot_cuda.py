@@ -31,7 +31,7 @@ PTXAS_PACKAGE, PTXAS_VERSION = "nvidia-cuda-nvcc-cu12", "12.9.86"
 def main() -> int:
     args = _arguments()
     if args.install:
-        _install()
+        install()
     # Workers take these over. JAX's own back end is the CPU, and XLA does not print that it finds no driver.
     os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     started_s = time.monotonic()
@@ -83,7 +83,8 @@ def _wanted() -> dict[str, str]:
     return {"jax-cuda12-plugin": jax_version, "jax-cuda12-pjrt": jax_version, PTXAS_PACKAGE: PTXAS_VERSION}
 
 
-def _install() -> None:
+def install() -> None:
+    """The CUDA compiler into this environment, at the version of its JAX."""
     wanted = _wanted()
     if {name: _version(name) for name in wanted} == wanted:
         return

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from headrace.serving.bench.stream_client import History, StreamClient
 from scripts import evidence
-from scripts.stream_client import History, StreamClient
 from tests.live import LiveServer, start_server
 
 NUM_STREAMS = 8

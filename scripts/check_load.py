@@ -20,20 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
 
+from headrace.serving.bench.stream_client import History, StreamClient
+from headrace.serving.bench.workload import WORDS
 from scripts import evidence
-from scripts.stream_client import History, StreamClient
 from tests.live import LiveServer, start_server
 
-WORDS = ("river", "mill", "wheel", "stone", "water", "grain", "flour", "gate", "sluice") + (
-    "head",
-    "race",
-    "turns",
-    "slowly",
-    "under",
-    "the",
-    "old",
-    "bridge",
-)
 SETTLE_S = 5.0
 OWN_LABELS = {"model_name", "engine"}
 

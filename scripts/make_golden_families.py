@@ -46,6 +46,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3_rope": BASE | {"model_type": "llama", "intermediate_size": 96, "rope_parameters": LLAMA3},
     "mixtral": BASE | EXPERTS | {"model_type": "mixtral", "intermediate_size": 48},
     "mixtral_window": BASE | EXPERTS | {"model_type": "mixtral", "intermediate_size": 48, "sliding_window": 11},
+    "qwen2_moe": BASE
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": False,
+    },
     "qwen3": BASE | {"model_type": "qwen3", "intermediate_size": 96, "tie_word_embeddings": True},
     "qwen3_moe": QWEN3_MOE | {"norm_topk_prob": True},
     "qwen3_moe_plain": QWEN3_MOE | {"norm_topk_prob": False},

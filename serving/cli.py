@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headrace.model.errors import ModelFileError
 from headrace.model.pull import CATALOG, DEFAULT_MODEL, PullError, ResolvedModel, default_cache_dir, resolve_model
+from headrace.serving.app.bench_command import bench
 from headrace.serving.app.build import (
     ATTENTIONS,
     DEFAULT_MEMORY_FRACTION,
@@ -23,8 +24,10 @@ from headrace.serving.app.build import (
 )
 from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
-from headrace.serving.app.options import ServeOptions, default_compile_cache
+from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
+from headrace.serving.app.plan_flags import plan
 from headrace.serving.core.errors import ConfigError
+from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
 
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 A_FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -47,6 +50,7 @@ network = section("Network")
 access = section("Access")
 model = section("Model")
 compute = section("Compute")
+several = section("Hosts")
 memory = section("Memory and steps")
 sampling = section("Generation")
 output = section("Output")
@@ -178,7 +182,7 @@ def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[
     return add
 
 
-def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
+def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | None = None) -> EngineOptions:
     return EngineOptions(
         model=str(found.path),
         device=flags["device"],
@@ -198,6 +202,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
         max_queued_requests=flags.get("max_queued", 512),
         max_queued_prompt_tokens=flags.get("max_queued_tokens", 524_288),
         compile_cache=None if flags["no_compile_cache"] else str(flags["compile_cache"]),
+        hosts=place,
     )
 
 
@@ -219,6 +224,23 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any]) -> EngineOptions:
 @access("--allow-host", multiple=True, metavar="HOST", help="Host header to accept, besides the listening address.")
 @access("--unsafe-bind", is_flag=True, help="Listen beyond loopback without keys.")
 @engine_options(max_streams=16)
+@several(
+    "--hosts",
+    type=click.IntRange(1, MAX_HOSTS),
+    default=1,
+    help="Hosts that serve one model together, in equal parts of --mesh. Give all the same options but --rank.",
+)
+@several("--rank", type=int, help="Of this host; 0 has the clients and schedules, the others follow it.")
+@several(
+    "--coordinator",
+    metavar="HOST:PORT",
+    help="Where rank 0 listens for the others: an address of its own, in a network that is private to them.",
+)
+@several(
+    "--join-seconds",
+    type=click.FloatRange(1, 120),
+    help="How long ranks wait for each other at the start.  [default: 120]",
+)
 @memory("--max-queued", type=int, default=512, help="Requests that may wait; more are refused as overloaded.")
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
@@ -230,13 +252,19 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     MODEL is smollm2-135m (the default, fetched on first use), a .gguf file, a model directory, or a Hugging Face name.
     The URL is printed on standard output when the server is ready; everything else goes to standard error.
     """
+    place = host_place(flags["hosts"], flags["rank"], flags["coordinator"], flags["join_seconds"])
+    found = _find_model(model_source, cache_dir)
+    if place is not None and place.rank > 0:
+        from headrace.serving.app.follow import run_follower
+
+        name = flags["served_model_name"] or found.name
+        return run_follower(_resolved(found, flags, place), name, Console(stderr=True))
     from headrace.serving.app.serve import run_server
 
-    found = _find_model(model_source, cache_dir)
     options = ServeOptions(
         model_name=flags["served_model_name"] or found.name,
         model_path=found.path,
-        engine=_resolved(found, flags),
+        engine=_resolved(found, flags, place),
         host=flags["host"],
         port=flags["port"],
         api_keys=flags["api_keys"],
@@ -315,47 +343,6 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
 
 @commands.command(cls=SectionCommand)
 @click.argument("model_source", metavar="MODEL")
-@compute("--topology", required=True, help="Slice of TPUs to compile for, such as v5e:4x4, v5p:2x2x1 or v6e:2x2.")
-@compute("--mesh", "meshes", multiple=True, help="As for serve, such as tensor=4; may be given several times.")
-@compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
-@compute("--kv-dtype", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
-@memory("--context", type=int, default=8192, help="Most tokens of a request.")
-@memory("--max-streams", type=int, default=64, help="Requests that generate at the same time.")
-@memory("--chunk-tokens", type=int, default=512, help="Most prompt tokens of one step.")
-@memory(
-    "--memory-fraction",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=DEFAULT_MEMORY_FRACTION,
-    help="Share of HBM.",
-)
-@memory("--workload", default="1024:256", metavar="IN:OUT", help="Tokens of a prompt and of its answer.")
-@output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def plan(model_source: str, topology: str, meshes: tuple[str, ...], workload: str, as_json: bool, **flags: Any) -> int:
-    """Say whether MODEL fits on a slice of TPUs and what bounds it, without the TPUs.
-
-    MODEL is a published name (llama-3.1-8b, llama-3.1-70b, qwen3-32b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b,
-    gpt-oss-120b), a .gguf file or a directory with a config.json; weights are not needed. The programs that would be
-    served are compiled by the TPU's own compiler, which comes with the tpu extra of this package.
-    """
-    from headrace.serving.app.plan_command import PlanRequest, run_plan
-
-    wanted = PlanRequest(
-        model=model_source, topology=topology, meshes=meshes or ("tensor=1",), workload=workload, as_json=as_json
-    )
-    options = EngineOptions(
-        model=model_source,
-        dtype=flags["dtype"],
-        kv_dtype=flags["kv_dtype"],
-        context=flags["context"],
-        num_slots=flags["max_streams"],
-        chunk_tokens=flags["chunk_tokens"],
-        memory_fraction=flags["memory_fraction"],
-    )
-    return run_plan(wanted, options, Console(stderr=True))
-
-
-@commands.command(cls=SectionCommand)
-@click.argument("model_source", metavar="MODEL")
 @click.argument("target", metavar="DIR", type=A_FOLDER)
 @compute("--device", type=click.Choice(DEVICES), default="auto", help="Whose memory holds the model meanwhile.")
 @compute("--mesh", help="As for serve, such as tensor=8: in how many parts each weight is written.")
@@ -372,6 +359,10 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
     found = _find_model(model_source, cache_dir)
     options = EngineOptions(model=str(found.path), **flags)
     return run_checkpoint(CheckpointRequest(model=found.path, target=target), options, Console(stderr=True))
+
+
+commands.add_command(plan)
+commands.add_command(bench)
 
 
 def _standard_input() -> str:

@@ -1,54 +1,58 @@
-"""Slices of accelerators that are not there, as their compiler describes them, and the links between their chips.
+"""Devices of slices that are not there, as their compilers describe them, and which of them exchange something.
 
-Bandwidths are of one link in one direction. Sources: "How to Scale Your Model" (jax-ml.github.io/scaling-book, chapter
-on TPUs) for v5e, v5p and v6e; Google Cloud's page on TPU7x, which gives 9.6 Tbit/s for the six links of a chip in both
-directions. Nothing here was measured.
+TPUs come from libtpu by name; GPUs from the CUDA plugin, for the description of one of them in ``targets/``.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Sequence
+from importlib import resources
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from headrace.sharding.errors import MeshError
+from headrace.sharding.links import Group, grid_group, switched_group
+from headrace.sharding.mesh_shape import MeshShape
+from headrace.sharding.slices import EXAMPLES, Slice
 
-LINK_BYTES_PER_S: Mapping[str, float] = MappingProxyType({"v5e": 45e9, "v5p": 90e9, "v6e": 90e9, "tpu7x": 100e9})
-"""By name of the chip."""
-HOP_S = 1e-6
-"""From chip to chip, however little is sent: a common assumption."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """Between neighbours along a mesh axis."""
-
-    bytes_per_s: float
-    hop_s: float = HOP_S
-
-    def all_reduce_s(self, size_bytes: float, devices: int) -> float:
-        """A line of devices, which every slice has along an axis; a ring would take half as long."""
-        if devices == 1:
-            return 0.0
-        share = 2 * (devices - 1) / devices
-        return share * size_bytes / self.bytes_per_s + 2 * (devices - 1) * self.hop_s
+EXTRAS = {"tpu": "tpu", "gpu": "cuda"}
+"""Of this package, which bring the compiler of a platform."""
 
 
-def links_of(chip: str) -> Links:
-    """Raises: MeshError where nothing is known of a chip."""
-    if chip not in LINK_BYTES_PER_S:
-        raise MeshError(f"no link bandwidth is known for {chip}; known: {', '.join(LINK_BYTES_PER_S)}")
-    return Links(bytes_per_s=LINK_BYTES_PER_S[chip])
+def target_description(chip: str) -> str:
+    """What XLA's compiler asks of a GPU."""
+    return (resources.files("headrace.sharding.targets") / f"{chip}.txtpb").read_text(encoding="utf-8")
 
 
-def topology_devices(name: str) -> Sequence[jax.Device]:
-    """Devices of a slice such as v6e:2x2, for compiling only. Raises: MeshError naming the topology and the remedy."""
+def topology_devices(of: Slice) -> Sequence[jax.Device]:
+    """For compiling only. Raises: MeshError naming the slice and the remedy."""
     try:
-        devices: Sequence[jax.Device] = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except Exception as error:  # libtpu has no error of its own for a name that it does not know
+        if of.kind.platform == "gpu":
+            # Devices of one process: XLA takes them for one machine's.
+            shape = f"1x1x{of.num_devices}"
+            found = topologies.get_topology_desc(
+                platform="cuda", topology_name=of.chip, target_config=target_description(of.chip), topology=shape
+            )
+        elif of.num_chips == 1:
+            found = topologies.get_topology_desc(
+                platform="tpu", topology_name=str(of), chips_per_host_bounds=(1, 1, 1), num_slices=1
+            )
+        else:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=str(of))
+    except Exception as error:  # the compilers have no error of their own for a name that they do not know
         raise MeshError(
-            f"topology {name!r}: {str(error).splitlines()[0][:200]}; names are such as v5e:4x4, v5p:2x2x1, v6e:2x2 and "
-            f"tpu7x:2x2x1, and the compiler comes with the tpu extra of this package"
+            f"topology {str(of)!r}: {str(error).splitlines()[0][:200]}; names are such as {EXAMPLES}, and the compiler "
+            f"comes with the {EXTRAS[of.kind.platform]} extra of this package"
         ) from error
+    devices: Sequence[jax.Device] = found.devices
     return devices
+
+
+def group_along(of: Slice, devices: Sequence[jax.Device], mesh: MeshShape, axes: Sequence[str]) -> Group:
+    """The first devices of a mesh of these, as ``make_mesh`` lays them, that differ along axes only."""
+    sizes = mesh.sizes
+    index = np.arange(mesh.num_devices).reshape(tuple(sizes.values()))
+    chosen = index[tuple(slice(None) if axis in axes else 0 for axis in sizes)].reshape(-1)
+    if of.kind.platform == "gpu":
+        return switched_group(of.chip, len(chosen))
+    return grid_group(of, [(*devices[i].coords, devices[i].core_on_chip) for i in chosen])

@@ -14,11 +14,14 @@ FOLDERS = ("model", "serving", "pallas_kernels", "sharding")
 
 BELOW_EDGE = {"serving.engine", "model", "serving.core"}
 BELOW_MODEL = {"pallas_kernels", "sharding", "serving.core"}
-BELOW_APP = BELOW_EDGE | BELOW_MODEL | {"serving.edge", "serving.cluster", "serving.runner", "serving.engine"}
+BELOW_APP = BELOW_EDGE | BELOW_MODEL | {
+    "serving.bench", "serving.edge", "serving.cluster", "serving.runner", "serving.engine",
+}  # fmt: skip
 MAY_IMPORT = {
     "root": {"serving.app", "serving.cli"},
     "serving.cli": BELOW_APP | {"serving.app", "root"},
     "serving.app": BELOW_APP | {"root"},
+    "serving.bench": {"serving.core"},
     "serving.edge": BELOW_EDGE,
     "serving.cluster": BELOW_EDGE,
     "serving.runner": BELOW_EDGE | BELOW_MODEL,
@@ -38,8 +41,10 @@ JAX_FREE = (
     "headrace", "headrace.serving.cli", "headrace.model.config", "headrace.model.gguf_metadata",
     "headrace.model.tokenizer", "headrace.model.chat_template", "headrace.model.pull", "headrace.model.errors",
     "headrace.serving.app.serve", "headrace.serving.app.options",
+    "headrace.serving.app.bench_command", "headrace.serving.app.bench_report",
+    "headrace.serving.app.plan_command",
 )  # fmt: skip
-JAX_FREE_FOLDERS = ("serving/core", "serving/engine", "serving/edge", "serving/cluster")
+JAX_FREE_FOLDERS = ("serving/bench", "serving/core", "serving/engine", "serving/edge", "serving/cluster")
 
 
 def module_name(path: Path) -> str:

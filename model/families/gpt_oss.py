@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.model.config_keys import ConfigKeys
-from headrace.model.families.names import ATTENTION, EXPERT_INERT, REQUIRED, TOP
+from headrace.model.families.names import ATTENTION, EXPERT_INERT, QKV_BIAS, REQUIRED, TOP
 from headrace.model.family import Family, SourceName
 from headrace.model.router import Gate, Router, RouterBias, RouterScore
 
@@ -68,9 +68,7 @@ GPT_OSS = Family(
     layer=MappingProxyType(
         {
             **ATTENTION,
-            "q_bias_X": SourceName(None, _ATTENTION + "q_proj.bias"),
-            "k_bias_Y": SourceName(None, _ATTENTION + "k_proj.bias"),
-            "v_bias_Y": SourceName(None, _ATTENTION + "v_proj.bias"),
+            **QKV_BIAS,
             "o_bias_D": SourceName(None, _ATTENTION + "o_proj.bias"),
             "sinks_N": SourceName(None, _ATTENTION + "sinks"),
             "router_DE": SourceName(None, "model.layers.{layer}.mlp.router.weight"),

@@ -25,6 +25,14 @@ ATTENTION: Mapping[str, SourceName] = MappingProxyType(
 )
 """And the two norms of a layer."""
 
+QKV_BIAS: Mapping[str, SourceName] = MappingProxyType(
+    {
+        "q_bias_X": SourceName(None, "model.layers.{layer}.self_attn.q_proj.bias"),
+        "k_bias_Y": SourceName(None, "model.layers.{layer}.self_attn.k_proj.bias"),
+        "v_bias_Y": SourceName(None, "model.layers.{layer}.self_attn.v_proj.bias"),
+    }
+)
+
 QK_NORM: Mapping[str, SourceName] = MappingProxyType(
     {
         "q_norm_H": SourceName(None, "model.layers.{layer}.self_attn.q_norm.weight"),

@@ -9,14 +9,19 @@ from headrace.model.families.names import ATTENTION, DENSE, QK_NORM, REQUIRED, T
 from headrace.model.family import Family
 
 
-def attention_options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
-    """Fields that dense layers and layers of experts share. Windows are refused: no published Qwen3 has one."""
+def refuse_windows(keys: ConfigKeys, num_layers: int) -> None:
+    """No published model of these families has one."""
     keys.demand("use_sliding_window", False)
     keys.rest.pop("sliding_window", None)  # Of no effect without use_sliding_window.
     keys.rest.pop("max_window_layers", None)
     kinds = keys.rest.pop("layer_types", [])
     if kinds not in ([], ["full_attention"] * num_layers):
         raise keys.fail("layer_types", f"is {kinds!r:.60}, which is not supported; 'full_attention' for each layer is")
+
+
+def attention_options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
+    """Fields that dense layers and layers of experts share."""
+    refuse_windows(keys, num_layers)
     return {"qk_norm": True}
 
 

@@ -10,10 +10,18 @@ from headrace.model.families.qwen3 import attention_options
 from headrace.model.family import Family, SourceName
 from headrace.model.router import Router
 
-_EXPERTS = "model.layers.{layer}.mlp.experts.{expert}."
+EXPERTS: Mapping[str, SourceName] = MappingProxyType(
+    {
+        "router_DE": SourceName(None, "model.layers.{layer}.mlp.gate.weight"),
+        "gate_EDF": SourceName(None, "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight"),
+        "up_EDF": SourceName(None, "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
+        "down_EFD": SourceName(None, "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"),
+    }
+)
 
 
-def _options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
+def expert_options(keys: ConfigKeys) -> Mapping[str, Any]:
+    """Fields of the experts, which Qwen2 and Qwen3 name alike. Dense layers among them are refused."""
     keys.demand("decoder_sparse_step", 1)
     keys.demand("mlp_only_layers", [])
     keys.rest.pop("intermediate_size", None)  # Of dense layers, of which there are none.
@@ -21,7 +29,6 @@ def _options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
     num_experts = keys.integer("num_local_experts" if "num_local_experts" in keys.rest else "num_experts")
     keys.demand("num_experts", num_experts)
     return {
-        **attention_options(keys, num_layers),
         "num_experts": num_experts,
         "experts_per_token": keys.integer("num_experts_per_tok"),
         "expert_ffn_width": keys.integer("moe_intermediate_size"),
@@ -29,21 +36,16 @@ def _options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
     }
 
 
+def _options(keys: ConfigKeys, num_layers: int) -> Mapping[str, Any]:
+    return {**attention_options(keys, num_layers), **expert_options(keys)}
+
+
 QWEN3_MOE = Family(
     name="qwen3_moe",
     hf_model_type="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
     top=TOP,
-    layer=MappingProxyType(
-        {
-            **ATTENTION,
-            **QK_NORM,
-            "router_DE": SourceName(None, "model.layers.{layer}.mlp.gate.weight"),
-            "gate_EDF": SourceName(None, _EXPERTS + "gate_proj.weight"),
-            "up_EDF": SourceName(None, _EXPERTS + "up_proj.weight"),
-            "down_EFD": SourceName(None, _EXPERTS + "down_proj.weight"),
-        }
-    ),
+    layer=MappingProxyType({**ATTENTION, **QK_NORM, **EXPERTS}),
     hf_options=_options,
     hf_required=REQUIRED | {"num_experts_per_tok", "moe_intermediate_size"},
     hf_inert_keys=EXPERT_INERT,

@@ -16,6 +16,7 @@ PUBLISHED: Mapping[str, str] = MappingProxyType(
     {
         "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
         "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
+        "qwen3-8b": "Qwen/Qwen3-8B",
         "qwen3-32b": "Qwen/Qwen3-32B",
         "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
         "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
+from headrace.serving.bench.stream_client import StreamClient
+from headrace.serving.bench.workload import WORDS
 from scripts.cases.figures import Bounds, Figures, Sizes, change_interval, p99_change, quantile, say, under
-from scripts.check_load import WORDS
-from scripts.stream_client import StreamClient
 from tests.cases.test_o15_templates_from_requests import ENDLESS, HI
 from tests.cases.test_o33_blocked_loop import JSON
 from tests.live import LiveServer

@@ -9,8 +9,8 @@ import psutil
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
+from headrace.serving.bench.stream_client import SUBPROTOCOL
 from scripts.cases.figures import Bounds, Figures, Sizes, exactly, say, under
-from scripts.stream_client import SUBPROTOCOL
 from tests.live import LiveServer
 
 MAX_IDLE_BYTES = 100_000

@@ -5,8 +5,8 @@ import time
 
 import httpx
 
+from headrace.serving.bench.stream_client import StreamClient
 from scripts.cases.figures import Bounds, Figures, Sizes, exactly, quantile, say, stalls, under
-from scripts.stream_client import StreamClient
 from tests.cases.test_o33_blocked_loop import JSON, WORK, probed
 from tests.live import LiveServer
 

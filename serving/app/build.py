@@ -14,8 +14,10 @@ from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
+from headrace.serving.engine.host_messages import HostPlace
 from headrace.serving.engine.link import encode_frame
-from headrace.serving.engine.ports import Progress, Runner
+from headrace.serving.engine.messages import Topology
+from headrace.serving.engine.ports import Hosts, Progress, Runner
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape, parse_mesh
 
@@ -38,13 +40,14 @@ LADDER_STEP = 4
 class FakeOptions:
     """Tests only: a runner without a model. No command-line option leads here.
 
-    step_ms: each step takes so long. fault: None, or "hang:N", "raise:N", "raise_always:N", "exit:N" (what happens
-    in step N), or "fail_start".
+    step_ms: each step takes so long. num_experts: 0 = none. fault: None, or "hang:N", "raise:N", "raise_always:N",
+    "exit:N" (what happens in step N), or "fail_start".
     """
 
     vocab_size: int = 256
     step_ms: float = 0.0
     fault: str | None = None
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +59,9 @@ class EngineOptions:
     its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV
     pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
     num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
-    of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. interpret: tests
-    only, no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
+    of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. hosts: this host's
+    place among several that serve one model together; None = it is alone. interpret: tests only, no command-line option
+    leads here: kernels run in Pallas's plain interpreter, on any device.
     """
 
     model: str
@@ -78,6 +82,7 @@ class EngineOptions:
     max_queued_requests: int = 512
     max_queued_prompt_tokens: int = 524_288
     compile_cache: str | None = None
+    hosts: HostPlace | None = None
     interpret: bool = False
     fake: FakeOptions | None = None
 
@@ -99,19 +104,23 @@ class ResolvedEngine:
 
     def in_memory(self, memory: DeviceMemory) -> "ResolvedEngine":
         """The same with as many pages as fit. Raises: ConfigError where none does."""
-        return replace(self, scheduler=replace(self.scheduler, num_pages=memory.num_pages), memory=memory)
+        return replace(self.with_pages(memory.num_pages), memory=memory)
+
+    def with_pages(self, num_pages: int) -> "ResolvedEngine":
+        """The same with another number of pages."""
+        return replace(self, scheduler=replace(self.scheduler, num_pages=num_pages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """device: platform and kind. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
+    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
     weights and products. weights: how the matrices of products lie in memory."""
 
     runner: Runner
     resolved: ResolvedEngine
     model_hash: str
     weights_bytes: int
-    device: str
+    topology: Topology
     attention: str
     dtype: str
     mesh: str = "tensor=1"
@@ -128,7 +137,11 @@ def mesh_shape(options: EngineOptions) -> MeshShape:
 
 def check(options: EngineOptions, model: ModelConfig) -> None:
     """Refuse what no device would take, before an engine is started. Raises: ConfigError naming option and remedy."""
-    mesh_shape(options)
+    mesh, hosts = mesh_shape(options), 1 if options.hosts is None else options.hosts.num_hosts
+    if mesh.num_devices % hosts:
+        raise ConfigError(
+            f"--mesh {mesh}: its {mesh.num_devices} devices cannot be shared out evenly over --hosts {hosts}"
+        )
     floats = options.kv_dtype in ("float32", "bfloat16")
     resolve(options, model, KVFormat(dtype=options.kv_dtype if floats else "int8"))
 
@@ -240,16 +253,19 @@ def decode_options(body: bytes) -> EngineOptions:
     return msgspec.msgpack.decode(body, type=EngineOptions)
 
 
-def build_engine(options: EngineOptions, progress: Progress) -> BuiltEngine:
-    """Load the model and make its runner; not warmed up. Raises ModelFileError or ConfigError."""
+def build_engine(options: EngineOptions, progress: Progress, hosts: Hosts | None = None) -> BuiltEngine:
+    """Load the model and make its runner; not warmed up. hosts: the others, where there are several.
+
+    Raises: ModelFileError, ConfigError or HostsError.
+    """
     if options.fake is not None:
         from headrace.serving.app.fake_engine import build_fake_engine
 
-        return build_fake_engine(options, options.fake)
+        return build_fake_engine(options, options.fake, progress, hosts)
     from headrace.model.config_files import read_config
 
     config = read_config(options.model)
     check(options, config)  # before the seconds that JAX takes to load
     from headrace.serving.app.jax_engine import build_jax_engine
 
-    return build_jax_engine(options, config, progress)
+    return build_jax_engine(options, config, progress, hosts)

@@ -12,6 +12,7 @@ from headrace.model.config import ModelConfig
 from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
+from headrace.serving.engine.host_messages import HostPlace
 from headrace.serving.engine.messages import ProgramInfo, Ready
 
 
@@ -59,14 +60,38 @@ def print_configuration(console: Console, options: ServeOptions, model: ModelCon
     _print_rows(
         console,
         ("Headrace", f"{version('headrace')}, JAX {version('jax')}, Python {platform.python_version()}"),
-        ("model", _model_text(options, model)),
+        ("model", _model_text(options.model_name, str(options.model_path), model)),
         ("asked for", _wishes_text(engine)),
         ("steps", _steps_text(engine)),
         ("queue", _queue_text(engine)),
+        *(() if engine.hosts is None else (("hosts", _hosts_text(engine.hosts)),)),
         ("access", _access_text(options)),
         ("stopping", f"SIGTERM lets running requests go on for up to {options.drain_s:g} s"),
-        ("engine death", "restarts with back-off" if options.restart_engine else "ends the server with an error"),
+        ("engine death", _death_text(options)),
         ("compiled code", engine.compile_cache or "not kept"),
+    )
+
+
+def print_follower(console: Console, engine: EngineOptions, place: HostPlace, name: str, model: ModelConfig) -> None:
+    """The same for a host without clients."""
+    _print_rows(
+        console,
+        ("Headrace", f"{version('headrace')}, JAX {version('jax')}, Python {platform.python_version()}"),
+        ("model", _model_text(name, engine.model, model)),
+        ("asked for", _wishes_text(engine)),
+        ("steps", _steps_text(engine)),
+        ("hosts", _hosts_text(place)),
+        ("access", "no clients: what concerns them (sockets, keys, queue, drain) counts on rank 0 alone"),
+        ("stopping", "with rank 0, after it has drained"),
+        ("engine death", "of any rank ends all"),
+        ("compiled code", engine.compile_cache or "not kept"),
+    )
+
+
+def _hosts_text(place: HostPlace) -> str:
+    return (
+        f"rank {place.rank} of {place.num_hosts}, which meet at {place.coordinator} within {place.join_s:g} s; not "
+        f"encrypted, for a private network"
     )
 
 
@@ -83,7 +108,7 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
     """What the engine came to on its device, with the memory arithmetic; one row per compiled program; the totals."""
     _print_rows(
         console,
-        ("device", f"{ready.device}, mesh {ready.mesh}"),
+        ("device", _topology_text(ready)),
         ("attention", f"{ready.attention} kernels"),
         ("types", f"{_weights_text(ready)}, KV {ready.kv_dtype}"),
         *_memory_rows(model, ready),
@@ -96,10 +121,24 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         table.add_row(*_ledger_row(program))
     console.print(table, highlight=False)
     console.print(
-        f"{ready.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, ready after "
-        f"{ready.warmup_seconds:.1f} s",
+        f"{ready.topology.device}: {ready.weights_bytes / 1e6:,.0f} MB of weights, {len(ready.programs)} programs, "
+        f"ready after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
+
+
+def _death_text(options: ServeOptions) -> str:
+    if options.engine.hosts is not None:
+        return "of any rank ends all with an error"
+    return "restarts with back-off" if options.restart_engine else "ends the server with an error"
+
+
+def _topology_text(ready: Ready) -> str:
+    found = ready.topology
+    if found.num_devices == 1:
+        return f"{found.device}, mesh {ready.mesh}"
+    hosts = f" of {ready.hosts} hosts, of which this is rank {ready.rank}" if ready.hosts > 1 else ""
+    return f"{found.num_devices} × {found.device}{hosts}, mesh {ready.mesh}, joined by {found.link}"
 
 
 def _ledger_row(program: ProgramInfo) -> tuple[str, str, str, str]:
@@ -111,10 +150,10 @@ def _ledger_row(program: ProgramInfo) -> tuple[str, str, str, str]:
     )
 
 
-def _model_text(options: ServeOptions, model: ModelConfig) -> str:
+def _model_text(name: str, path: str, model: ModelConfig) -> str:
     return (
-        f"{options.model_name}: {model.family}, {model.num_layers} layers of width {model.width}, {model.num_heads} "
-        f"query and {model.num_kv_heads} KV heads of {model.head_dim}, {model.vocab_size:,} ids\n{options.model_path}"
+        f"{name}: {model.family}, {model.num_layers} layers of width {model.width}, {model.num_heads} "
+        f"query and {model.num_kv_heads} KV heads of {model.head_dim}, {model.vocab_size:,} ids\n{path}"
     )
 
 

@@ -2,7 +2,8 @@
 
 The first frame on the socket holds its EngineOptions. It reports Starting while it loads and compiles, then Ready, and
 ends when the link does: with 0 if the edge closed it, else with 1 after a Failed frame. Ctrl-C and SIGTERM are the
-edge's to answer (it may want to drain), so they mean nothing here.
+edge's to answer (it may want to drain), so they mean nothing here. Of an engine over several hosts this is one rank;
+above 0 the command that started it has no clients, and the plans come from rank 0.
 """
 
 import argparse
@@ -23,10 +24,15 @@ import msgspec
 
 from headrace.model.errors import ModelFileError
 from headrace.serving.app.build import BuiltEngine, build_engine, decode_options
+from headrace.serving.app.hosts import find_hosts, run_follower
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.scheduler import Scheduler
-from headrace.serving.engine.engine import Engine, EngineFailure, StepLoop, describe
+from headrace.serving.engine.engine import Engine, StepLoop, describe
+from headrace.serving.engine.host_follower import Follower
+from headrace.serving.engine.host_leader import Leader
+from headrace.serving.engine.host_messages import HostsError
 from headrace.serving.engine.inbox import Inbox
+from headrace.serving.engine.leader_runner import LeaderRunner
 from headrace.serving.engine.lifecycle import SystemClock
 from headrace.serving.engine.link import EngineLink, LinkClosed, LinkError, decode_to_engine
 from headrace.serving.engine.messages import (
@@ -40,7 +46,7 @@ from headrace.serving.engine.messages import (
     Starting,
     Submit,
 )
-from headrace.serving.engine.ports import CompiledProgram
+from headrace.serving.engine.ports import CompiledProgram, EngineFailure, Runner
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +77,7 @@ def run(link: EngineLink) -> int:
     """Serve one edge until it is gone. Exit code."""
     bodies = link.bodies()
     inbox = Inbox()
+    hosts: Leader | Follower | None = None
     try:
         first = next(bodies, None)
         if first is None:
@@ -82,31 +89,49 @@ def run(link: EngineLink) -> int:
         def progress(what: str, done: int, total: int) -> None:
             link.send(Starting(what, done, total))
 
-        built = build_engine(options, progress)
+        if options.hosts is not None:
+            hosts = find_hosts(options, options.hosts, SystemClock(), link, progress)
+        built = build_engine(options, progress, hosts)
         programs = built.runner.warm_up(progress)
-        clock = SystemClock()
-        config = built.resolved.scheduler
-        loop = StepLoop(Scheduler(config), built.runner, clock, max_steps_in_flight=config.max_steps_in_flight)
+        if hosts is not None:
+            hosts.meet("warm up", progress)
+            hosts.serves()
         # A full collection walks the 190,000 objects of JAX and the model: 0.35 s on two busy cores, a visible gap in
         # every stream. They live as long as the process, so the collector may forget them.
         gc.collect()
         gc.freeze()
-        link.send(ready_message(built, programs, time.monotonic() - started_s))
-        Engine(loop, clock, inbox, link).run()
+        link.send(ready_message(built, programs, time.monotonic() - started_s, hosts))
+        _serve(built, hosts, inbox, link)
         return 0
     except LinkClosed as error:
         log.info("%s", error)
+        if hosts is not None:
+            hosts.give_up(f"rank {hosts.rank} was told to end")
         return 0
-    except (ConfigError, ModelFileError) as error:
-        return _fail(link, str(error))
+    except (ConfigError, ModelFileError, HostsError) as error:
+        return _fail(link, hosts, str(error))
     except msgspec.MsgspecError as error:
-        return _fail(link, f"unreadable options: {error}")
+        return _fail(link, hosts, f"unreadable options: {error}")
     except EngineFailure as error:
         log.exception("the engine gives up")
-        return _fail(link, str(error))
+        return _fail(link, hosts, str(error))
     except Exception as error:
         log.exception("the engine gives up")
-        return _fail(link, describe(error))
+        return _fail(link, hosts, describe(error))
+
+
+def _serve(built: BuiltEngine, hosts: Leader | Follower | None, inbox: Inbox, link: EngineLink) -> None:
+    """Until the edge, or the command of a rank above 0, closes the link. Raises: EngineFailure, InvariantError."""
+    config, clock = built.resolved.scheduler, SystemClock()
+    if isinstance(hosts, Follower):
+        run_follower(hosts, built.runner, config.max_steps_in_flight, inbox, link)
+        return
+    runner: Runner = built.runner if hosts is None else LeaderRunner(built.runner, hosts)
+    loop = StepLoop(Scheduler(config), runner, clock, max_steps_in_flight=config.max_steps_in_flight)
+    with contextlib.suppress(LinkClosed):  # It closed while something was sent: an end like any other.
+        Engine(loop, clock, inbox, link).run()
+    if hosts is not None:
+        hosts.farewell()
 
 
 def read_commands(bodies: Iterator[bytes], inbox: Inbox, link: EngineLink) -> None:
@@ -133,7 +158,9 @@ def read_commands(bodies: Iterator[bytes], inbox: Inbox, link: EngineLink) -> No
     os._exit(EXIT_FAILED)  # the main thread is deep in a compile or a device call, and nobody waits for it
 
 
-def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], seconds: float) -> Ready:
+def ready_message(
+    built: BuiltEngine, programs: tuple[CompiledProgram, ...], seconds: float, hosts: Leader | Follower | None = None
+) -> Ready:
     config = built.resolved.scheduler
     return Ready(
         model_hash=built.model_hash,
@@ -147,7 +174,7 @@ def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], sec
             ProgramInfo(name=p.name, seconds=p.seconds, temp_bytes=p.temp_bytes, from_cache=p.from_cache)
             for p in programs
         ),
-        device=built.device,
+        topology=built.topology,
         mesh=built.mesh,
         attention=built.attention,
         dtype=built.dtype,
@@ -157,10 +184,14 @@ def ready_message(built: BuiltEngine, programs: tuple[CompiledProgram, ...], sec
         memory=built.resolved.memory,
         warmup_seconds=seconds,
         num_lanes=config.num_lanes,
+        hosts=1 if hosts is None else hosts.num_hosts,
+        rank=0 if hosts is None else hosts.rank,
     )
 
 
-def _fail(link: EngineLink, message: str) -> int:
+def _fail(link: EngineLink, hosts: Leader | Follower | None, message: str) -> int:
+    if hosts is not None:
+        hosts.give_up(message)
     with contextlib.suppress(LinkClosed):
         link.send(Failed(message))
     return EXIT_FAILED

@@ -10,6 +10,9 @@ from headrace.serving.app.build import BuiltEngine, EngineOptions, FakeOptions, 
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import StepPlan
 from headrace.serving.engine.fake_runner import FakeRunner
+from headrace.serving.engine.host_messages import Loaded
+from headrace.serving.engine.messages import Topology
+from headrace.serving.engine.ports import Hosts, Progress
 
 MAX_CONTEXT = 4096
 
@@ -32,17 +35,23 @@ def fake_model(vocab_size: int) -> ModelConfig:
     )
 
 
-def build_fake_engine(options: EngineOptions, fake: FakeOptions) -> BuiltEngine:
+def build_fake_engine(
+    options: EngineOptions, fake: FakeOptions, progress: Progress, hosts: Hosts | None = None
+) -> BuiltEngine:
     if fake.fault == "fail_start":
         raise ConfigError("fault fail_start")
+    if hosts is not None:
+        hosts.agree(Loaded(facts={}, model_hash="fake", digests={"fake": options.model}, num_pages=1), progress)
     resolved = resolve(options, fake_model(fake.vocab_size))
-    runner = FakeRunner(resolved.scheduler, vocab_size=fake.vocab_size, on_collect=step_hook(fake))
+    runner = FakeRunner(
+        resolved.scheduler, vocab_size=fake.vocab_size, num_experts=fake.num_experts, on_collect=step_hook(fake)
+    )
     return BuiltEngine(
         runner=runner,
         resolved=resolved,
         model_hash="fake",
         weights_bytes=0,
-        device="fake",
+        topology=Topology(platform="fake", device_kind="fake"),
         attention="none",
         dtype="float32",
     )

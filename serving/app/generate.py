@@ -50,7 +50,8 @@ def run_generate(
     with ProgressDisplay(console) as display:
         rest = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
         llm = LLM(options.model, progress=display.update, **rest)
-    chosen = f"{llm.device}, mesh {llm.mesh}, {llm.attention} attention, {llm.dtype}, KV {llm.resolved.kv.dtype}"
+    place = f"{llm.topology.device}, mesh {llm.mesh}"
+    chosen = f"{place}, {llm.attention} attention, {llm.dtype}, KV {llm.resolved.kv.dtype}"
     console.print(chosen, style="dim", highlight=False)
     on_text = None if as_json else _write
     try:

@@ -1,5 +1,7 @@
 """The engine on a device: backend, weights, number of pages, runner. Imports JAX."""
 
+from functools import partial
+
 import jax
 
 from headrace.model.config import ModelConfig
@@ -13,22 +15,41 @@ from headrace.serving.app.build import (
     resolve,
 )
 from headrace.serving.core.errors import ConfigError
-from headrace.serving.engine.ports import Progress
-from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_device, find_mesh, platform_of
+from headrace.serving.engine.host_messages import Loaded
+from headrace.serving.engine.ports import Hosts, Progress
+from headrace.serving.runner.backend import (
+    Backend,
+    Wishes,
+    choose_backend,
+    describe_device,
+    find_device,
+    find_mesh,
+    platform_of,
+)
 from headrace.serving.runner.compile_cache import use_compile_cache
-from headrace.serving.runner.load import load_placed
+from headrace.serving.runner.distributed import connect, devices_of_hosts, is_here
+from headrace.serving.runner.load import PlacedModel, load_placed
 from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.runner import JaxRunner
+from headrace.serving.runner.topology import topology_of
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape
 
 
-def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Progress) -> BuiltEngine:
-    """Raises ModelFileError or ConfigError; everything that can be refused before the weights are loaded, is."""
+def build_jax_engine(
+    options: EngineOptions, config: ModelConfig, progress: Progress, hosts: Hosts | None = None
+) -> BuiltEngine:
+    """Raises ModelFileError, ConfigError or HostsError; everything that can be refused before the weights are loaded,
+    is. hosts: the others, where there are several; all of them come here."""
     shape = mesh_shape(options)
-    device = find_device(options.device, min_cpus=shape.num_devices)
-    mesh = find_mesh(device, shape)
+    num_hosts = 1 if hosts is None else hosts.num_hosts
+    if hosts is not None:
+        progress("connecting the devices of all hosts", 0, 1)
+        connect(hosts.service, hosts.num_hosts, hosts.rank)
+    device = find_device(options.device, min_cpus=shape.num_devices // num_hosts)
+    mesh = find_mesh(device, shape, devices_of_hosts(device, shape.num_devices, num_hosts))
     devices = [device] if mesh is None else list(mesh.devices.flat)
+    own = [x for x in devices if is_here(x)]
     wishes = Wishes(
         attention=options.attention,
         dtype=options.dtype,
@@ -41,22 +62,44 @@ def build_jax_engine(options: EngineOptions, config: ModelConfig, progress: Prog
     use_compile_cache(options.compile_cache)
     if _needs_limit(options, device):
         progress("measuring the largest program", 0, 1)
-        resolved = _in_memory(options, config, resolved, backend, limit_of(devices))
-    elif platform_of(device) != "cpu" and (free := free_bytes(devices)) is not None:
+        resolved = _in_memory(options, config, resolved, backend, limit_of(own))
+    elif platform_of(device) != "cpu" and (free := free_bytes(own)) is not None:
         check_pages(config, resolved.scheduler, backend, limit_bytes=free)
     model = load_placed(options.model, backend, lambda done, total: progress("loading weights", done, total))
     kernels = backend.kernels
+    if hosts is not None:
+        resolved = _agreed(hosts, resolved, backend, model, progress)
+    meet = None if hosts is None else partial(hosts.meet, "compile", progress)
     return BuiltEngine(
-        runner=JaxRunner(model, resolved.scheduler, backend=backend),
+        runner=JaxRunner(model, resolved.scheduler, backend=backend, before_first_run=meet),
         resolved=resolved,
         model_hash=model.model_hash,
         weights_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)),
-        device=f"{device.platform}:{device.device_kind}",
+        topology=topology_of(devices),
         mesh=str(shape),
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
         dtype=backend.dtype.name,
         weights=backend.weights.value,
     )
+
+
+def _agreed(
+    hosts: Hosts, resolved: ResolvedEngine, backend: Backend, model: PlacedModel, progress: Progress
+) -> ResolvedEngine:
+    """With as many pages as the host with least memory holds. Raises: HostsError where hosts differ."""
+    facts = {
+        "the device": "" if backend.device is None else describe_device(backend.device),
+        "the kernels": str(backend.kernels),
+        "the type of weights": backend.dtype.name,
+        "the type of pages": backend.kv_dtype.name,
+    }
+    mine = Loaded(
+        facts=facts,
+        model_hash=model.model_hash,
+        digests=dict(model.digests),
+        num_pages=resolved.scheduler.num_pages,
+    )
+    return resolved.with_pages(hosts.agree(mine, progress))
 
 
 def _config_on(config: ModelConfig, shape: MeshShape) -> ModelConfig:

@@ -95,7 +95,7 @@ class LLM:
         self.programs: tuple[CompiledProgram, ...] = built.runner.warm_up(report)
         self.resolved = built.resolved
         self.model_hash = built.model_hash
-        self.device, self.mesh, self.attention = built.device, built.mesh, built.attention
+        self.topology, self.mesh, self.attention = built.topology, built.mesh, built.attention
         self.dtype, self.weights = built.dtype, built.weights
         scheduler = built.resolved.scheduler
         eos_ids = tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))

@@ -8,6 +8,7 @@ import platformdirs
 
 from headrace.serving.app.build import EngineOptions
 from headrace.serving.core.errors import ConfigError
+from headrace.serving.engine.host_messages import HostPlace, parse_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,11 @@ class ServeOptions:
     allow_unknown_fields: bool = False
 
     def __post_init__(self) -> None:
+        if self.restart_engine and self.engine.hosts is not None:
+            raise ConfigError(
+                "--restart-engine restarts one engine process, and with --hosts all would have to come back; leave it "
+                "out, and let whatever starts the hosts start all of them again"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together: give both or neither")
         if not self.is_loopback and self.api_keys is None and not self.unsafe_bind:
@@ -60,6 +66,30 @@ class ServeOptions:
     @property
     def scheme(self) -> str:
         return "http" if self.tls_cert is None else "https"
+
+
+def host_place(num_hosts: int, rank: int | None, coordinator: str | None, join_s: float | None) -> HostPlace | None:
+    """From --hosts, --rank, --coordinator and --join-seconds, None where they were not given; None = one host.
+
+    Raises: ConfigError naming option and remedy.
+    """
+    given = {"--rank": rank, "--coordinator": coordinator, "--join-seconds": join_s}
+    if num_hosts == 1:
+        extra = [flag for flag, value in given.items() if value is not None]
+        if extra:
+            raise ConfigError(f"{' and '.join(extra)} belong to several hosts: give --hosts too, or leave them out")
+        return None
+    if rank is None or coordinator is None:
+        missing = "--rank" if rank is None else "--coordinator"
+        raise ConfigError(f"--hosts {num_hosts} needs {missing}: the same HOST:PORT on all, ranks from 0")
+    if not 0 <= rank < num_hosts:
+        raise ConfigError(f"--rank {rank} must be from 0 to {num_hosts - 1}, since --hosts is {num_hosts}")
+    try:
+        parse_address(coordinator)
+    except ValueError as error:
+        raise ConfigError(f"--coordinator: {error}") from error
+    limits = {} if join_s is None else {"join_s": join_s}
+    return HostPlace(num_hosts=num_hosts, rank=rank, coordinator=coordinator, **limits)
 
 
 def default_compile_cache() -> Path:

@@ -1,303 +1,262 @@
-"""``headrace plan``: what a model would take and do on a slice of TPUs that is not there, one row for each mesh.
+"""``headrace plan``: what a model would take and do on accelerators that are not there, a row for each mesh and slice.
 
-The programs are those that would be served, compiled by the compiler of the chip; memory is what that says. Times are
-bounds (``plan_cost.py``).
+JAX-free: each mesh is compiled in a process of its own, once for all slices of a kind of chip.
 """
 
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import jax
-from jax.errors import JaxRuntimeError
-from rich.console import Console
-from rich.table import Table
+import msgspec
 
 from headrace.model.config import ModelConfig
-from headrace.model.on_mesh import config_on_mesh
-from headrace.pallas_kernels.chips import Chip, chip_of
-from headrace.pallas_kernels.types import UnsupportedCase
-from headrace.serving.app.build import DEFAULT_MEMORY_FRACTION, EngineOptions, resolve
-from headrace.serving.app.plan_cost import StepCost, StepShape, step_cost
+from headrace.serving.app.build import EngineOptions
+from headrace.serving.app.plan_types import Place, Plan, PlanAnswer, PlanJob, PlanRow, Workload
 from headrace.serving.core.errors import ConfigError
-from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.engine.ports import Progress
-from headrace.serving.runner.arrays import pool_shapes, state_shapes
-from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_mesh
-from headrace.serving.runner.inputs import InputLayout
-from headrace.serving.runner.memory import measure
-from headrace.serving.runner.programs import step_program
-from headrace.serving.runner.weights import weight_shapes
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape, parse_mesh
-from headrace.sharding.topologies import links_of, topology_devices
+from headrace.sharding.slices import Slice, parse_slice
 
-GIB = 1 << 30
-ASSUMPTIONS = (
-    "Memory is what the chip's compiler reports for the programs that would be served, of the data sheet's HBM.",
-    "Times are bounds: HBM and products at the data sheet's rates, every needed byte read once, nothing waits.",
-    "Devices lie on a line along their axis; what they exchange is not hidden, and a hop takes 1 us.",
-    "Not known: the host's share of a step, fragments of memory, what a hot chip or a busy network loses.",
-)
-
-ROWS = (
-    "weights",
-    "temporaries",
-    "code of the decode program",
-    "tokens of KV that fit",
-    "streams at once",
-    "decode: HBM",
-    "decode: products",
-    "decode: links",
-    "decode step, its bound",
-    "decode: FLOPs",
-    "decode: bytes of HBM",
-    "decode: sums over devices",
-    "with a chunk of a prompt",
-    "tokens/s of all streams",
-    "first token, nobody waiting",
-)
+COMPILER_VARIABLES = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+"""What compilers read when they are loaded: compile here, ask no metadata server for a machine, look for no driver."""
+COMPILERS = {"tpu": ("libtpu", "tpu"), "gpu": ("jax_plugins.xla_cuda12", "cuda")}
+"""By platform: the module that has its compiler, and the extra of this package that brings it."""
+MAX_PROCESSES = 4
+"""Of some 1.5 GB each."""
+LIMIT_S = 3600.0
+"""For one mesh; a person can stop earlier."""
+AUTO = "auto"
+Compile = Callable[[PlanJob], PlanAnswer]
+"""Tests give another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Of each request, in tokens; both at least 1."""
+class PlanRequest:
+    """What the flags said. meshes: as given; empty or AUTO = all that a slice and the model allow. keep_hlo: folder."""
 
-    prompt: int
-    output: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshPlan:
-    """Bytes are of one device. misfit: why it does not fit, or None; then the rest is None.
-
-    tokens: that fit into the KV pages. streams: that decode at once. decode, prefill: one step of all streams, without
-    and with a chunk of a prompt. first_token_s: of a prompt that waits for nobody.
-    """
-
-    mesh: str
-    misfit: str | None
-    memory: DeviceMemory | None = None
-    code_bytes: int | None = None
-    tokens: int | None = None
-    streams: int | None = None
-    decode: StepCost | None = None
-    prefill: StepCost | None = None
-    first_token_s: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return None if self.decode is None or self.streams is None else self.streams / self.decode.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
     model: str
-    topology: str
-    chip: str
-    dtype: str
-    kv_dtype: str
-    workload: Workload
-    meshes: tuple[MeshPlan, ...]
+    topologies: tuple[str, ...]
+    meshes: tuple[str, ...]
+    work: Workload
+    keep_hlo: Path | None = None
 
 
 def make_plan(
-    name: str,
-    config: ModelConfig,
-    options: EngineOptions,
-    topology: str,
-    meshes: Sequence[str],
-    workload: Workload,
-    progress: Progress,
+    wanted: PlanRequest, config: ModelConfig, options: EngineOptions, progress: Progress, compile_job: Compile
 ) -> Plan:
-    """Compile and count. plan_command.COMPILER_VARIABLES must be set before JAX starts.
-
-    Raises: ConfigError naming the flag.
-    """
+    """Rows in the order of the topologies, and for each in that of the meshes. Raises: ConfigError naming the flag."""
     try:
-        shapes = [parse_mesh(mesh) for mesh in meshes]
-        devices = topology_devices(topology)
-        chip = chip_of(devices[0].device_kind)
+        slices = [parse_slice(text) for text in dict.fromkeys(wanted.topologies)]
+        chosen, left_out = choose_meshes(slices, wanted.meshes, config)
     except MeshError as error:
         raise ConfigError(str(error)) from error
-    except UnsupportedCase as error:
-        raise ConfigError(f"topology {topology!r}: {error.why}") from error
-    rows = []
-    for done, shape in enumerate(shapes):
-        progress(f"compiling for {topology}, {shape}", done, len(shapes))
-        rows.append(_plan_mesh(config, options, devices, chip, shape, workload))
-    progress("compiled", len(shapes), len(shapes))
-    kinds = choose_backend(devices[0], _wishes(options))
+    if not chosen:
+        raise ConfigError("nothing to plan: " + "; ".join(left_out))
+    jobs = make_jobs(wanted, options, chosen)
+    answers: list[PlanAnswer] = []
+    what = f"compiling {len(jobs)} meshes"
+    progress(what, 0, len(jobs))
+    with ThreadPoolExecutor(min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2))) as pool:
+        futures = [pool.submit(compile_job, job) for job in jobs]
+        for done, future in enumerate(as_completed(futures), 1):
+            answers.append(future.result())
+            progress(what, done, len(jobs))
+    for answer in answers:
+        if answer.refusal is not None:
+            raise ConfigError(answer.refusal)
+    order = {(str(of), str(mesh)): place for place, (of, mesh) in enumerate(chosen)}
+    rows = sorted((row for answer in answers for row in answer.rows), key=lambda row: order[row.topology, row.mesh])
+    stored = next((answer for answer in answers if answer.weights is not None), PlanAnswer())
     return Plan(
-        model=name,
-        topology=topology,
-        chip=chip.name,
-        dtype=kinds.dtype.name,
-        kv_dtype=kinds.kv_dtype.name,
-        workload=workload,
-        meshes=tuple(rows),
+        model=wanted.model,
+        weights=stored.weights or options.weights,
+        kv_dtype=stored.kv_dtype or options.kv_dtype,
+        workload=wanted.work,
+        rows=tuple(rows),
+        left_out=tuple(left_out),
     )
 
 
-def _wishes(options: EngineOptions) -> Wishes:
-    return Wishes(attention="tpu", dtype=options.dtype, kv_dtype=options.kv_dtype)
+def choose_meshes(
+    slices: Sequence[Slice], meshes: Sequence[str], config: ModelConfig
+) -> tuple[list[tuple[Slice, MeshShape]], list[str]]:
+    """(what is planned, why others are not). A mesh is planned on slices of just as many devices.
+
+    Raises: MeshError for a mesh that is none.
+    """
+    chosen: list[tuple[Slice, MeshShape]] = []
+    left_out: list[str] = []
+    given = [parse_mesh(mesh) for mesh in dict.fromkeys(meshes) if mesh != AUTO]
+    for of in slices:
+        candidates = list(given)
+        if not meshes or AUTO in meshes:
+            candidates += [mesh for mesh in sensible_meshes(of.num_devices, config) if mesh not in given]
+        for mesh in candidates:
+            if mesh.num_devices == of.num_devices:
+                chosen.append((of, mesh))
+            else:
+                left_out.append(f"{of}, {mesh}: the mesh has {mesh.num_devices} devices and the slice {of.num_devices}")
+    return chosen, left_out
 
 
-def _plan_mesh(
-    config: ModelConfig, options: EngineOptions, devices: Sequence[Any], chip: Chip, shape: MeshShape, work: Workload
-) -> MeshPlan:
-    mesh = find_mesh(devices[0], shape, devices)
-    try:
-        cfg = config_on_mesh(config, shape)
-    except MeshError as error:
-        return MeshPlan(mesh=str(shape), misfit=str(error))
-    backend = choose_backend(devices[0], _wishes(options), mesh)
-    resolved = resolve(replace(options, pages=2, memory_fraction=None), cfg, backend.kv_format)
-    limits = {"limit_bytes": chip.hbm_bytes, "fraction": options.memory_fraction or DEFAULT_MEMORY_FRACTION}
-    # The compiler refuses what is larger than the device, so that is counted first, without its padding.
-    memory = DeviceMemory(
-        weights_bytes=_device_bytes(weight_shapes(cfg, backend)),
-        state_bytes=_device_bytes(state_shapes(cfg, resolved.scheduler, backend)),
-        page_bytes=_device_bytes(pool_shapes(cfg, resolved.scheduler, backend)) // 2,
-        temporary_bytes=0,
-        steps_bytes=0,
-        **limits,
-    )
-    why = _misfit(memory)
-    if why is None:
-        try:
-            memory = measure(config, resolved.scheduler, backend, **limits)
-            why = _misfit(memory)
-        except JaxRuntimeError as error:
-            why = f"does not fit: {str(error).splitlines()[0]}"
-        except ConfigError as error:
-            why = f"does not fit: {error}"
-    if why is not None:
-        return MeshPlan(mesh=str(shape), misfit=why, memory=memory)
-    pages = memory.num_pages - 1
-    page = resolved.scheduler.page_size
-    most = work.prompt + work.output
-    streams = min(options.num_slots, pages // math.ceil(most / page))
-    if streams < 1:
-        return MeshPlan(mesh=str(shape), misfit=f"no request of {most} tokens fits into {pages * page} tokens of KV")
-    costs = [
-        step_cost(
-            cfg,
-            shape,
-            chip,
-            links_of(chip.name),
-            step,
-            dtype=backend.dtype,
-            kv_token_bytes=memory.page_bytes / page,
+def sensible_meshes(devices: int, config: ModelConfig) -> list[MeshShape]:
+    """All of so many devices that heads, feed-forward, vocabulary and experts divide into; most tensor parts first.
+
+    data takes what tensor and expert leave. Stages are planned where they are asked for by name.
+    """
+    found = []
+    for tensor in _divisors(devices):
+        if not _cuts(config, tensor):
+            continue
+        for expert in _divisors(devices // tensor):
+            if expert == 1 or (config.num_experts and config.num_experts % expert == 0):
+                found.append(MeshShape(tensor=tensor, expert=expert, data=devices // tensor // expert))
+    return sorted(found, key=lambda mesh: (mesh.data, -mesh.tensor))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _cuts(config: ModelConfig, tensor: int) -> bool:
+    widths = [config.num_heads, config.vocab_size, config.expert_ffn_width or config.ffn_width]
+    keys = config.num_kv_heads
+    return all(width % tensor == 0 for width in widths) and (keys % tensor == 0 or tensor % keys == 0)
+
+
+def make_jobs(wanted: PlanRequest, options: EngineOptions, chosen: Sequence[tuple[Slice, MeshShape]]) -> list[PlanJob]:
+    """One for each kind of chip and mesh without its data axis: copies of the model exchange nothing, and a slice of
+    another size gives the same program."""
+    places: dict[tuple[str, str], list[Place]] = {}
+    for of, mesh in chosen:
+        key = of.chip, str(replace(mesh, data=1))
+        places.setdefault(key, []).append(Place(topology=str(of), data=mesh.data))
+    return [
+        PlanJob(
+            model=wanted.model,
+            options=options,
+            mesh=mesh,
+            places=tuple(at),
+            work=wanted.work,
+            keep_hlo=None if wanted.keep_hlo is None else str(wanted.keep_hlo),
         )
-        for step in _steps(streams, options.chunk_tokens, work)
+        for (_, mesh), at in places.items()
     ]
-    return MeshPlan(
-        mesh=str(shape),
-        misfit=None,
-        memory=memory,
-        code_bytes=_code_bytes(cfg, backend, options),
-        tokens=pages * page,
-        streams=streams,
-        decode=costs[0],
-        prefill=costs[1],
-        first_token_s=math.ceil(work.prompt / options.chunk_tokens) * costs[2].seconds,
+
+
+def check_compilers(topologies: Sequence[str]) -> None:
+    """Raises: ConfigError naming the extra that brings a compiler which is not installed."""
+    for text in topologies:
+        try:
+            of = parse_slice(text)
+        except MeshError as error:
+            raise ConfigError(f"--topology: {error}") from error
+        module, extra = COMPILERS[of.kind.platform]
+        if not _is_installed(module):
+            raise ConfigError(
+                f"--topology {of}: its compiler, {module}, is not installed; the {extra} extra of this package "
+                f"brings it"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
+class Compilers:
+    """Starts processes that compile, and ends them when the plan ends. Use as a context; may be used by threads."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s, self._lock = limit_s, threading.Lock()
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Compilers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            for process in self._running:
+                process.kill()
+
+    def compile(self, job: PlanJob) -> PlanAnswer:
+        """A compiler that dies or takes too long ends its own rows and no others."""
+        command = [sys.executable, "-P", "-m", "headrace.serving.app.plan_worker"]
+        with tempfile.TemporaryDirectory(prefix="headrace-plan-") as folder:
+            file = Path(folder) / "answer"
+            with (Path(folder) / "log").open("w+b") as log:
+                process = subprocess.Popen(
+                    [*command, str(file)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | COMPILER_VARIABLES,
+                )
+                with self._lock:
+                    self._running.append(process)
+                try:
+                    process.communicate(msgspec.msgpack.encode(job), timeout=self._limit_s)
+                    why = None if process.returncode == 0 else how_it_ended(process.returncode)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    why = f"was stopped after {self._limit_s:.0f} s"
+                finally:
+                    with self._lock:
+                        self._running.remove(process)
+                if why is None:
+                    return msgspec.msgpack.decode(file.read_bytes(), type=PlanAnswer)
+                log.seek(0)
+                return _lost(job, f"was not compiled: the compiler {why}{_last_line(log.read())}")
+
+
+def how_it_ended(code: int) -> str:
+    """Of a process, from its return code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _last_line(log: bytes) -> str:
+    lines = [line.strip() for line in log.decode(errors="replace").splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("F") or "rror" in line or "heck fail" in line]
+    return f": {(telling or lines)[-1][:300]}" if lines else ""
+
+
+def _lost(job: PlanJob, why: str) -> PlanAnswer:
+    shape = parse_mesh(job.mesh)
+    return PlanAnswer(
+        rows=tuple(
+            PlanRow(
+                topology=place.topology,
+                mesh=str(replace(shape, data=place.data)),
+                chips=parse_slice(place.topology).num_chips,
+                devices=parse_slice(place.topology).num_devices,
+                data=place.data,
+                misfit=why,
+            )
+            for place in job.places
+        )
     )
-
-
-def _device_bytes(tree: Any) -> int:
-    """Of the parts that one device has, unpadded."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _misfit(memory: DeviceMemory) -> str | None:
-    """How much is missing for two pages, and what takes most."""
-    short = memory.total_bytes(2) - int(memory.limit_bytes * memory.fraction)
-    if short <= 0:
-        return None
-    parts = {"weights": memory.weights_bytes, "temporaries": memory.temporary_bytes, "state": memory.state_bytes}
-    largest = max(parts, key=lambda part: parts[part])
-    return (
-        f"does not fit: short by {short / GIB:.2f} GiB in {largest}, which take {parts[largest] / GIB:.2f} of the "
-        f"{memory.limit_bytes * memory.fraction / GIB:.2f} GiB to be used of a device"
-    )
-
-
-def _steps(streams: int, chunk_tokens: int, work: Workload) -> tuple[StepShape, StepShape, StepShape]:
-    """All streams half through their output; the same with a chunk of a prompt; the chunk alone."""
-    middle = work.prompt + work.output // 2
-    chunk = min(chunk_tokens, work.prompt)
-    return (
-        StepShape(rows=streams, context=middle),
-        StepShape(rows=streams, context=middle, prompt_tokens=chunk),
-        StepShape(rows=0, context=work.prompt, prompt_tokens=chunk),
-    )
-
-
-def _code_bytes(cfg: ModelConfig, backend: Backend, options: EngineOptions) -> int:
-    """Of the largest decode program."""
-    config = resolve(replace(options, pages=64, memory_fraction=None), cfg, backend.kv_format).scheduler
-    bucket = [bucket for bucket in config.buckets if not bucket.prefill_tokens][-1]
-    layout = InputLayout(bucket, config, cfg.vocab_size)
-    arrays = weight_shapes(cfg, backend), pool_shapes(cfg, config, backend), state_shapes(cfg, config, backend)
-    compiled = step_program(cfg, layout, backend, *arrays).compile(backend.device)
-    return int(compiled.memory_analysis().generated_code_size_in_bytes)
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    console.print(
-        f"{plan.model} on {plan.topology} ({plan.chip}), weights {plan.dtype}, KV {plan.kv_dtype}, requests of "
-        f"{plan.workload.prompt} + {plan.workload.output} tokens; per device and step",
-        highlight=False,
-    )
-    fitting = [row for row in plan.meshes if row.misfit is None]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("mesh")
-    for row in fitting:
-        table.add_column(row.mesh, justify="right", no_wrap=True)
-    for name, *cells in zip(ROWS, *map(_cells, fitting), strict=True):
-        table.add_row(name, *cells)
-    if fitting:
-        console.print(table, highlight=False)
-    for row in plan.meshes:
-        if row.misfit is not None:
-            console.print(f"{row.mesh}: {row.misfit}", highlight=False, style="yellow")
-    for line in ASSUMPTIONS:
-        console.print(f"* {line}", highlight=False, style="dim")
-
-
-def _cells(row: MeshPlan) -> tuple[str, ...]:
-    assert row.memory is not None and row.decode is not None and row.first_token_s is not None
-    assert row.tokens_per_s is not None
-    cost = row.decode
-
-    def ms(seconds: float) -> str:
-        return f"{1e3 * seconds:.2f} ms"
-
-    prefill = row.prefill
-    assert prefill is not None and row.code_bytes is not None
-    return (
-        f"{row.memory.weights_bytes / GIB:.2f} GiB",
-        f"{row.memory.temporary_bytes / 1e6:.0f} MB",
-        f"{row.code_bytes / 1e6:.0f} MB",
-        f"{row.tokens:,}",
-        f"{row.streams}",
-        ms(cost.hbm_s),
-        ms(cost.products_s),
-        ms(cost.links_s),
-        f"{ms(cost.seconds)}, {cost.bound}",
-        f"{cost.flops / 1e9:,.0f} G",
-        f"{(cost.weight_bytes + cost.kv_bytes) / 1e9:.2f} GB",
-        f"{cost.collectives} x {cost.sum_bytes / 1e3:.0f} kB",
-        f"{ms(prefill.seconds)}, {prefill.bound}",
-        f"{row.tokens_per_s:,.0f}",
-        ms(row.first_token_s),
-    )
-
-
-def plan_json(plan: Plan) -> str:
-    """Everything that is known, with the assumptions."""
-    meshes = [asdict(row) | {"tokens_per_s": row.tokens_per_s} for row in plan.meshes]
-    return json.dumps(asdict(plan) | {"meshes": meshes, "assumptions": ASSUMPTIONS}, indent=1)

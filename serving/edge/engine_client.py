@@ -330,7 +330,7 @@ class EngineClient:
             self._watchdog.frame_came(now_s)
         match message:
             case Step():
-                self._stats = message.stats
+                self._stats = message.stats.after(self._stats)
                 for token in message.tokens:
                     if (sink := self._sinks.get(token.request_id)) is not None:
                         _call(sink, token)
@@ -341,7 +341,7 @@ class EngineClient:
             case Refused():
                 self._end(message.request_id, message)
             case Stats():
-                self._stats = message
+                self._stats = message.after(self._stats)
                 if message.nonce is not None and message.nonce == self._open_probe:
                     self._open_probe = None
             case Starting():
@@ -350,6 +350,7 @@ class EngineClient:
             case Ready():
                 self._become_ready(message, now_s)
             case Failed():
+                self._stopping |= message.is_wanted
                 if self._connection is not None:
                     self._connection.give_up(message.message)
 

@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 
 from headrace.serving.core.request import FinishReason
 from headrace.serving.edge.errors import ERROR_TABLE, ErrorCode
+from headrace.serving.edge.expert_metrics import ExpertLoad
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready, Stats
@@ -93,6 +94,7 @@ class Metrics(Collector):
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self._carry = _Carry()
+        self._experts = ExpertLoad()
         self._shared: list[Counter | Histogram] = []
         self._own: list[Counter | Gauge | Histogram] = []
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
@@ -135,7 +137,7 @@ class Metrics(Collector):
 
     def ended(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
         """Exactly once per accepted request."""
-        self._carry.update(self._engine)
+        self._update()
         prompt_tokens = len(generation.request.prompt_ids)
         self._prompt_tokens.inc(prompt_tokens)
         self._whole.observe(now_s - generation.created_s)
@@ -156,8 +158,13 @@ class Metrics(Collector):
         """Everything in Prometheus's text format (CONTENT_TYPE)."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Metric]:
+    def _update(self) -> None:
+        """Before what the engine counted may be lost with it."""
         self._carry.update(self._engine)
+        self._experts.update(self._engine)
+
+    def collect(self) -> Iterator[Metric]:
+        self._update()
         for kept in self._shared:
             for metric in kept.collect():
                 yield self._prefixed(metric, OWN)
@@ -170,6 +177,8 @@ class Metrics(Collector):
             yield self._prefixed(counter, OWN)
             if is_shared:
                 yield self._prefixed(counter, VLLM)
+        for load in self._experts.metrics():
+            yield self._prefixed(load, OWN)
         for gauge, is_shared in self._gauges():
             yield self._prefixed(gauge, OWN)
             if is_shared:

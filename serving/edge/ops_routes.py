@@ -5,6 +5,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.serving.edge.bodies import ChatPrompt, Values, chat_prompt
+from headrace.serving.edge.contract import contract_document
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Field, check_table
 from headrace.serving.edge.http_json import ClientGone, JsonObject, json_response, read_object
@@ -18,6 +19,7 @@ def ops_routes(service: Service) -> list[Route]:
     return [
         Route("/v1/models", ops.models, methods=["GET"]),
         Route("/v1/models/{name:path}", ops.model, methods=["GET"]),
+        Route("/v1/contract", ops.contract, methods=["GET"]),
         Route("/tokenize", ops.tokenize, methods=["POST"]),
         Route("/detokenize", ops.detokenize, methods=["POST"]),
         Route("/livez", ops.livez, methods=["GET"]),
@@ -52,6 +54,9 @@ class _Operations:
             "parent": None,
             "max_model_len": service.max_context,
         }
+
+    async def contract(self, request: Request) -> Response:
+        return json_response(contract_document(self._service), headers={"cache-control": "no-store"})
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's shape: {"prompt"} or {"messages"} → {"count", "max_model_len", "tokens", "token_strs"}."""

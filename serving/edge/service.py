@@ -158,9 +158,14 @@ class Service:
 
     @property
     def contract(self) -> str:
-        """Fingerprint of what fixes an answer: weights, tokenizer, template, types, kernels, sampling, version."""
+        """Fingerprint of ``contract_parts``."""
+        return "fp_" + hashlib.sha256(json.dumps(self.contract_parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def contract_parts(self) -> dict[str, str]:
+        """What fixes an answer: weights, tokenizer, template, types, kernels, sampling, version."""
         ready = self.engine.ready_info
-        parts = {
+        return {
             "model": ready.model_hash if ready else "",
             "tokenizer": self._tokenizer.content_hash,
             "template": self._template_hash,
@@ -172,7 +177,6 @@ class Service:
             "sampling": SAMPLING_POLICY,
             "version": self.config.version,
         }
-        return "fp_" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     # Requests
 

@@ -12,18 +12,16 @@ from headrace.serving.core.request import CancelReason, Rejection, Request, Requ
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.inbox import Commands, Inbox
 from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
-from headrace.serving.engine.ports import Clock, Runner, Ticket
+from headrace.serving.engine.ports import Clock, EngineFailure, ExpertTokens, Runner, Ticket
 
 log = logging.getLogger(__name__)
 
 STEP_FAILED = "step_failed"
 """error_code of requests whose step raised; others go on."""
+EXPERT_READ_S = 1.0
+"""Least time between two readings of the experts' counters while steps run: a reading waits for the steps in flight."""
 MAX_FAILURES_IN_ROW = 3
 """A failed step may take the one that overlaps it down too; a third in a row shows a broken runner."""
-
-
-class EngineFailure(RuntimeError):
-    """The engine cannot go on; the text holds no prompt text."""
 
 
 class Outlet(Protocol):
@@ -106,7 +104,7 @@ class StepLoop:
             ticket: Ticket | Exception
             try:
                 ticket = self._runner.dispatch(plan)
-            except InvariantError:
+            except (InvariantError, EngineFailure):
                 raise
             except Exception as error:
                 ticket = error
@@ -124,7 +122,7 @@ class StepLoop:
         else:
             try:
                 outcome = self._runner.collect(step.ticket)
-            except InvariantError:
+            except (InvariantError, EngineFailure):
                 raise
             except Exception as error:
                 outcome = error
@@ -159,7 +157,26 @@ class StepLoop:
         """Refuse new work from here on."""
         self._scheduler.drain()
 
-    def stats(self, *, host_seconds: float = 0.0, nonce: int | None = None) -> Stats:
+    def expert_tokens(self) -> ExpertTokens | None:
+        """See ``ports.Runner``; None also where a step in flight fails, which its ``collect`` will report."""
+        started_s = self._clock.now_s()
+        try:
+            return self._runner.expert_tokens()
+        except InvariantError:
+            raise
+        except Exception as error:
+            log.warning("the experts' counters cannot be read: %s", describe(error))
+            return None
+        finally:
+            self.blocked_seconds += self._clock.now_s() - started_s
+
+    def stats(
+        self,
+        *,
+        host_seconds: float = 0.0,
+        nonce: int | None = None,
+        expert_tokens: ExpertTokens | None = None,
+    ) -> Stats:
         s = self._scheduler.stats()
         return Stats(
             running=s.running,
@@ -177,6 +194,7 @@ class StepLoop:
             device_seconds=self.device_seconds,
             host_seconds=host_seconds,
             nonce=nonce,
+            expert_tokens=expert_tokens,
         )
 
 
@@ -190,6 +208,7 @@ class Engine:
         self._outlet = outlet
         self._host_seconds = 0.0
         self._last_step_id = 0
+        self._experts_read_s = clock.now_s()
 
     def run(self) -> None:
         """Until the edge is gone (inbox closed). Raises EngineFailure, InvariantError or LinkClosed."""
@@ -205,16 +224,16 @@ class Engine:
             if output is not None:
                 was_busy = True
                 self._last_step_id = output.step_id
-                self._emit(output.events, [])
+                self._emit(output.events, [], self._experts_if_due())
             waited_s = self._loop.blocked_seconds - blocked_before_s
             self._host_seconds += self._clock.now_s() - started_s - waited_s
             if was_busy and self._loop.is_idle:
                 # Check the books in production too, and leave the right gauges behind.
                 self._loop.check_idle()
-                self._outlet.send(self._loop.stats(host_seconds=self._host_seconds))
+                self._outlet.send(self._stats(expert_tokens=self._loop.expert_tokens()))
                 was_busy = False
             if commands.probe is not None:
-                self._outlet.send(self._loop.stats(host_seconds=self._host_seconds, nonce=commands.probe))
+                self._outlet.send(self._stats(nonce=commands.probe))
 
     def _obey(self, commands: Commands) -> bool:
         """True when something changed."""
@@ -233,14 +252,24 @@ class Engine:
             self._emit(events, refused)
         return bool(commands.submits or events)
 
-    def _emit(self, events: list[Event], refused: list[Refused]) -> None:
+    def _experts_if_due(self) -> ExpertTokens | None:
+        now_s = self._clock.now_s()
+        if now_s - self._experts_read_s < EXPERT_READ_S:
+            return None
+        self._experts_read_s = now_s
+        return self._loop.expert_tokens()
+
+    def _stats(self, *, nonce: int | None = None, expert_tokens: ExpertTokens | None = None) -> Stats:
+        return self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+
+    def _emit(self, events: list[Event], refused: list[Refused], expert_tokens: ExpertTokens | None = None) -> None:
         self._outlet.send(
             Step(
                 step_id=self._last_step_id,
                 tokens=tuple(e for e in events if isinstance(e, TokenEvent)),
                 finished=tuple(e for e in events if isinstance(e, Finished)),
                 refused=tuple(refused),
-                stats=self._loop.stats(host_seconds=self._host_seconds),
+                stats=self._stats(expert_tokens=expert_tokens),
             )
         )
 

@@ -30,7 +30,7 @@ from headrace.serving.core.plan import (
     TokenLogprobs,
 )
 from headrace.serving.core.request import Request, RequestId
-from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
+from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Ticket
 
 MODULUS = 2**61 - 1
 MULTIPLIER = 1_000_003
@@ -110,6 +110,7 @@ class FakeRunner:
     """Implements ``ports.Runner``. A plan is checked at dispatch and runs at collect, as late as a device could.
 
     non_finite: (request id, output index) whose logits are reported as not finite.
+    num_layers, num_experts: with experts, each token that runs is counted for expert (token id + layer) % num_experts.
     on_collect: called with the plan before it runs; may wait or raise, as a device does.
     """
 
@@ -119,6 +120,8 @@ class FakeRunner:
         *,
         vocab_size: int = 64,
         non_finite: frozenset[tuple[RequestId, int]] = frozenset(),
+        num_layers: int = 1,
+        num_experts: int = 0,
         on_collect: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self._config = config
@@ -130,6 +133,7 @@ class FakeRunner:
         ]
         self._tenants: dict[int, Tenant] = {}
         self._tickets: deque[FakeTicket] = deque()
+        self._expert_tokens = [[0] * num_experts for _ in range(num_layers if num_experts else 0)]
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
         programs = []
@@ -162,6 +166,10 @@ class FakeRunner:
             decode=tuple(self._run_decode(row) for row in plan.decode),
             prefill=tuple(self._run_prefill(segment) for segment in plan.prefill),
         )
+
+    def expert_tokens(self) -> ExpertTokens | None:
+        """As of the last collected step, which is what a device would say that has finished no other."""
+        return tuple(tuple(counts) for counts in self._expert_tokens) if self._expert_tokens else None
 
     def compiles_after_ready(self) -> int:
         return 0
@@ -240,6 +248,8 @@ class FakeRunner:
                 raise WrongKV(f"{tenant.slot}: page {page} does not hold positions {first} to {first + known}")
         for position in range(start, end):
             self._pages[pages[position // size]][position % size] = tenant.kv[position]
+            for layer, counts in enumerate(self._expert_tokens):
+                counts[(tenant.kv[position][0] + layer) % len(counts)] += 1
 
     def _tenant(self, slot: SlotRef) -> Tenant:
         tenant = self._tenants.get(slot.slot)

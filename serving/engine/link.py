@@ -1,4 +1,4 @@
-"""Frames between edge and engine: a 4-byte big-endian length, then one msgpack message.
+"""Frames between edge and engine, and between hosts: a 4-byte big-endian length, then one msgpack message.
 
 The framing is sans-I/O (``encode_frame``, ``FrameDecoder``); the edge joins it to its event loop, the engine to the
 blocking ``EngineLink`` below.
@@ -89,27 +89,36 @@ _TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 
 
 class EngineLink:
-    """The engine's end of the socket pair. One thread reads; any thread may send."""
+    """The engine's end of a socket. One thread reads; any thread may send. peer: who is at the other end."""
 
     def __init__(
-        self, sock: socket.socket, *, send_timeout_s: float = SEND_TIMEOUT_S, max_frame_bytes: int = MAX_FRAME_BYTES
+        self,
+        sock: socket.socket,
+        *,
+        peer: str = "the edge",
+        send_timeout_s: float = SEND_TIMEOUT_S,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
+        self._peer = peer
         self._sock = sock
         self._sock.settimeout(send_timeout_s)
         self._max_frame_bytes = max_frame_bytes
         self._send_lock = threading.Lock()
         self._decoder = FrameDecoder(max_frame_bytes)
 
-    def send(self, message: ToEdge) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Blocks while the kernel's buffer is full. Raises LinkClosed; afterwards the link is unusable."""
-        frame = encode_frame(message, self._max_frame_bytes)
+        self.send_frame(encode_frame(message, self._max_frame_bytes))
+
+    def send_frame(self, frame: bytes) -> None:
+        """``send`` of what ``encode_frame`` made."""
         with self._send_lock:
             try:
                 self._sock.sendall(frame)
             except TimeoutError:
-                raise LinkClosed("the edge has not read for the send time limit") from None
+                raise LinkClosed(f"{self._peer} has not read for the send time limit") from None
             except OSError as error:
-                raise LinkClosed(f"the edge is gone: {error.strerror}") from None
+                raise LinkClosed(f"{self._peer} is gone: {error.strerror}") from None
 
     def bodies(self) -> Iterator[bytes]:
         """Frame bodies until end-of-file. Raises LinkError for a frame that is cut or too large."""

@@ -9,6 +9,7 @@ import msgspec
 from headrace.serving.core.events import Finished, TokenEvent
 from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
+from headrace.serving.engine.ports import ExpertTokens
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -45,13 +46,30 @@ class ProgramInfo(msgspec.Struct, frozen=True):
     from_cache: bool
 
 
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is served on. platform: cpu, gpu or tpu. device_kind: as its runtime names it. num_devices: of the
+    mesh, each with a shard of the model. num_processes: that own them. link: what joins the devices, as far as the
+    runtime says; "none" for one device."""
+
+    platform: str
+    device_kind: str
+    num_devices: int = 1
+    num_processes: int = 1
+    link: str = "none"
+
+    @property
+    def device(self) -> str:
+        """Such as "tpu:TPU v6 lite"."""
+        return f"{self.platform}:{self.device_kind}"
+
+
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
-    device: platform and kind. mesh: devices along each axis, such as "tensor=4". attention: whose kernels run. dtype:
-    of weights and products. weights: how the matrices of products lie in memory. kv_dtype: of pages. kv_bytes: of all
-    pools, null pages included. memory: what the number of pages comes from, on each device; None where it was given.
-    num_pages, num_slots: of each of num_lanes.
+    mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank: which of them this is.
+    attention: whose kernels run. dtype: of weights and products. weights: how the matrices of products lie in memory.
+    kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of pages comes from, on
+    each device; None where it was given. num_pages, num_slots: of each of num_lanes.
     """
 
     model_hash: str
@@ -62,7 +80,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     kv_bytes_per_token: int
     weights_bytes: int
     programs: tuple[ProgramInfo, ...]
-    device: str
+    topology: Topology
     mesh: str
     attention: str
     dtype: str
@@ -72,10 +90,15 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     memory: DeviceMemory | None
     warmup_seconds: float
     num_lanes: int = 1
+    hosts: int = 1
+    rank: int = 0
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """Gauges and counters of the engine. Counters only grow while the process lives."""
+    """Gauges and counters of the engine. Counters only grow while the process lives.
+
+    expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -92,6 +115,13 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     nonce: int | None = None
+    expert_tokens: ExpertTokens | None = None
+
+    def after(self, earlier: "Stats") -> "Stats":
+        """This report, with what it leaves out taken from an earlier one."""
+        if self.expert_tokens is not None or earlier.expert_tokens is None:
+            return self
+        return msgspec.structs.replace(self, expert_tokens=earlier.expert_tokens)
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -112,9 +142,11 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine is about to end; message holds no prompt text."""
+    """The engine is about to end; message holds no prompt text. is_wanted: it is a rank above 0, and rank 0 ended after
+    it was asked to."""
 
     message: str
+    is_wanted: bool = False
 
 
 ToEngine = Submit | Cancel | Drain | Probe

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.serving.core.plan import StepPlan, StepResult
+from headrace.serving.engine.host_messages import Loaded
+
+
+class EngineFailure(RuntimeError):
+    """The engine cannot go on; the text holds no prompt text."""
 
 
 class Clock(Protocol):
@@ -30,6 +35,9 @@ class CompiledProgram:
     from_cache: bool
 
 
+ExpertTokens = tuple[tuple[int, ...], ...]
+"""By layer and expert."""
+
 Progress = Callable[[str, int, int], None]
 """(what, done, total), called while something long runs."""
 
@@ -49,6 +57,47 @@ class Runner(Protocol):
         """Wait for a step, in dispatch order: the only blocking device-to-host read."""
         ...
 
+    def expert_tokens(self) -> ExpertTokens | None:
+        """Tokens that each layer sent to each expert since the start, padding left out. Waits for the steps in flight.
+
+        None where the model has no experts, or the counters cannot be read from here.
+        """
+        ...
+
     def compiles_after_ready(self) -> int:
         """Compiles seen since warm_up returned."""
+        ...
+
+
+class Hosts(Protocol):
+    """The other hosts of an engine that spans several, as whoever builds it sees them."""
+
+    @property
+    def rank(self) -> int:
+        """Of this host; 0 leads."""
+        ...
+
+    @property
+    def num_hosts(self) -> int: ...
+
+    @property
+    def service(self) -> str:
+        """HOST:PORT of JAX's coordination service, on rank 0's host."""
+        ...
+
+    def agree(self, mine: Loaded, progress: Progress) -> int:
+        """Wait until every rank has loaded; KV pages that the devices of all hold. Raises: HostsError naming rank and
+        tensor, on rank 0, where one has loaded something else."""
+        ...
+
+    def meet(self, point: str, progress: Progress) -> None:
+        """Wait until every rank is at a point; point: what ranks that are not there have to do, such as "compile"."""
+        ...
+
+    def serves(self) -> None:
+        """Warmed up: the limits of service hold from here on."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Tell the others that this rank ends."""
         ...

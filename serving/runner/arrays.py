@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from headrace.model.config import ModelConfig
@@ -12,6 +13,7 @@ from headrace.model.sampling import SamplingState
 from headrace.pallas_kernels.types import KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.expert_counts import count_shapes
 from headrace.serving.runner.sampling_state import ROWS_OF_V, initial_state
 from headrace.serving.runner.warmup import on_device
 from headrace.sharding.rules import entry
@@ -49,6 +51,12 @@ def make_state(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> S
     """``initial_state`` in the places of ``state_shapes``."""
     shapes = state_shapes(cfg, config, backend)
     return _made(_make_state(cfg, config), shapes, backend)
+
+
+def make_counts(cfg: ModelConfig, backend: Backend) -> jax.Array | None:
+    """Zeros in the place of ``count_shapes``."""
+    shapes = count_shapes(cfg, backend)
+    return None if shapes is None else _made(lambda: jnp.zeros(shapes.shape, shapes.dtype), shapes, backend)
 
 
 def _make_pool(cfg: ModelConfig, config: SchedulerConfig, backend: Backend) -> Callable[[], KVPool]:

@@ -156,7 +156,7 @@ def describe_device(device: DeviceFacts) -> str:
 
 
 def find_device(wanted: str, *, min_cpus: int = 1) -> jax.Device:
-    """The first device of a platform, or of JAX's default one.
+    """The first device of this host, of a platform or of JAX's default one.
 
     min_cpus: devices that a CPU is to be shown as; it counts where JAX's back ends have not been started yet.
     Raises: ConfigError naming what JAX found.
@@ -165,9 +165,9 @@ def find_device(wanted: str, *, min_cpus: int = 1) -> jax.Device:
         with contextlib.suppress(RuntimeError):  # too late; the mesh will say how many there are
             jax.config.update("jax_num_cpu_devices", min_cpus)
     if wanted == "auto":
-        return jax.devices()[0]
+        return jax.local_devices()[0]
     try:
-        return jax.devices(wanted)[0]
+        return jax.local_devices(backend=wanted)[0]
     except RuntimeError as error:
         found = ", ".join(sorted({platform_of(device) for device in jax.devices()}))
         raise ConfigError(

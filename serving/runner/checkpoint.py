@@ -8,6 +8,7 @@ holds all of a weight compares it, and one that holds a part of it cannot.
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,9 @@ log = logging.getLogger("headrace.checkpoint")
 CHUNK_BYTES = 32 << 20
 """Most that is read at once. A device that needs a part of a chunk reads all of it, so that a weight which was written
 by one device must not be one chunk; every chunk costs an entry in the index."""
+
+AHEAD_BYTES = 64 << 20
+"""As in ``weight_files``; less, since Orbax holds chunks of a weight beside it."""
 
 
 def save_weights(
@@ -76,6 +80,7 @@ class CheckpointWeights:
         self.digests = {name: weight.sha256 for name, weight in manifest.weights.items()}
         """As the manifest has them; ``stream`` compares."""
         self._path, self._stored = path, manifest.weights
+        self._finishes: dict[tuple[Any, ...], Callable[[jax.Array], jax.Array]] = {}
         specs = {spec.name: spec for spec in jax.tree.leaves(param_specs(config, np.dtype(manifest.dtype)))}
         for name in sorted(specs.keys() ^ manifest.weights.keys()):
             what = "lacks" if name in specs else "lists"
@@ -105,7 +110,7 @@ class CheckpointWeights:
         with ThreadPoolExecutor(1, thread_name_prefix="restore") as pool:
             try:
                 starts = [functools.partial(pool.submit, self._restore, one) for one in wanted]
-                restored = ahead(starts, [self._bytes(one.spec.name) for one in wanted])
+                restored = ahead(starts, [self._bytes(one.spec.name) for one in wanted], AHEAD_BYTES)
                 for one in wanted:
                     piece, is_verified = next(restored)
                     yield piece
@@ -135,14 +140,28 @@ class CheckpointWeights:
         is_as_stored = isinstance(target, jax.ShapeDtypeStruct) and target.size == int(np.prod(weight.shape))
         if not is_as_stored or target.sharding is None:
             host = self._read(name, None)
-            self._compare(name, host)
+            self._compare(name, _digest(host))
             return put(served_form(host.astype(one.spec.read_dtype, copy=False), one.spec), target), True
         place = _without_stack(target, weight.shape, dtype)
         array = self._read(name, place)
-        is_whole = array.is_fully_addressable
+        parts = list(_parts(array))
+        is_whole = sum(values.size for _, values in parts) == array.size
         if is_whole:
-            self._compare(name, array)
-        return _finished(array, target), is_whole
+            self._compare(name, _digest_of(parts, array.shape, array.dtype))
+        del parts
+        return self._finished(array, target), is_whole
+
+    def _finished(self, array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+        """In the type, shape and layout that were asked for; nothing is done where it is so already."""
+        if array.shape == target.shape and array.dtype == target.dtype and target.format.layout is None:
+            return array
+        key = target.shape, target.dtype, format_of(target)
+        if key not in self._finishes:  # compiled once for all layers
+            shape, dtype = target.shape, target.dtype
+            self._finishes[key] = jax.jit(
+                lambda x: x.astype(dtype).reshape(shape), donate_argnums=0, out_shardings=format_of(target)
+            )
+        return self._finishes[key](array)
 
     def _read(self, name: str, place: jax.ShapeDtypeStruct | None) -> Any:
         """place: None = on the host."""
@@ -172,23 +191,32 @@ class CheckpointWeights:
             )
         return found
 
-    def _compare(self, name: str, x: np.ndarray | jax.Array) -> None:
-        if _digest(x) != self._stored[name].sha256:
+    def _compare(self, name: str, digest: str) -> None:
+        if digest != self._stored[name].sha256:
             raise ModelFileError(
                 self._path / WEIGHTS, f"weight {name!r} has another SHA-256 than {MANIFEST} lists: damaged; {AGAIN}"
             )
 
 
-def _digest(x: np.ndarray | jax.Array) -> str:
-    """SHA-256 in hex of the values row by row, put together from the parts of an array a few rows at a time."""
-    parts = [((slice(None),) * x.ndim, x)] if isinstance(x, np.ndarray) else list(_parts(x))
-    rows = max(1, BLOCK_BYTES * x.shape[0] // max(x.nbytes, 1))
+Part = tuple[tuple[slice, ...], np.ndarray]
+"""Where a part of an array lies in it, and its values."""
+
+
+def _digest(x: np.ndarray) -> str:
+    """SHA-256 in hex of the values row by row."""
+    return _digest_of([((slice(None),) * x.ndim, x)], x.shape, x.dtype)
+
+
+def _digest_of(parts: list[Part], shape: tuple[int, ...], dtype: np.dtype) -> str:
+    """Of an array that these parts are, put together a few rows at a time."""
+    row_bytes = max(math.prod(shape[1:]) * dtype.itemsize, 1)
+    rows = max(1, BLOCK_BYTES // row_bytes)
     digest = hashlib.sha256()
-    for first in range(0, x.shape[0], rows):
-        last = min(first + rows, x.shape[0])
-        block = np.empty((last - first, *x.shape[1:]), x.dtype)
+    for first in range(0, shape[0], rows):
+        last = min(first + rows, shape[0])
+        block = np.empty((last - first, *shape[1:]), dtype)
         for (on_rows, *rest), values in parts:
-            start, stop, _ = on_rows.indices(x.shape[0])
+            start, stop, _ = on_rows.indices(shape[0])
             low, high = max(start, first), min(stop, last)
             if low < high:
                 block[(slice(low - first, high - first), *rest)] = values[low - start : high - start]
@@ -196,8 +224,8 @@ def _digest(x: np.ndarray | jax.Array) -> str:
     return digest.hexdigest()
 
 
-def _parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Where each part of an array lies in it, and its values on the host."""
+def _parts(array: jax.Array) -> Iterator[Part]:
+    """What this process has of an array, each part once."""
     # An array keeps what NumPy once got of it: the model would stay on the host. These are other arrays in its memory.
     shards = array.addressable_shards
     other = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [shard.data for shard in shards])
@@ -215,13 +243,3 @@ def _without_stack(target: jax.ShapeDtypeStruct, shape: tuple[int, ...], dtype: 
     if len(target.shape) > len(shape) and isinstance(sharding, jax.sharding.NamedSharding):
         sharding = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _finished(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """In the type, shape and layout that were asked for; nothing is done where it is so already."""
-    if array.shape == target.shape and array.dtype == target.dtype and target.format.layout is None:
-        return array
-    finish: Callable[[jax.Array], jax.Array] = jax.jit(
-        lambda x: x.astype(target.dtype).reshape(target.shape), donate_argnums=0, out_shardings=format_of(target)
-    )
-    return finish(array)

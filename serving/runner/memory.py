@@ -9,7 +9,7 @@ smallest step too, where XLA unrolls loops and then fuses otherwise.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.plan import Bucket
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend, describe_device, platform_of
+from headrace.serving.runner.expert_counts import count_shapes
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
 from headrace.serving.runner.warmup import Program
@@ -31,6 +32,11 @@ from headrace.serving.runner.weights import weight_shapes
 
 SAMPLE_PAGES = 8
 """Pages that are measured together, and divided by: a single one could get a layout of its own."""
+Look = Callable[[Bucket, jax.stages.Compiled], None]
+
+
+def _nothing(bucket: Bucket, compiled: jax.stages.Compiled) -> None:
+    """Look at nothing."""
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
@@ -60,7 +66,9 @@ def check_pages(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, 
 
     Raises: ConfigError with the sum.
     """
-    known = _arguments(config_on_mesh(cfg, backend.mesh_shape), config, backend, limit_bytes=limit_bytes, fraction=1.0)
+    known = known_arguments(
+        config_on_mesh(cfg, backend.mesh_shape), config, backend, limit_bytes=limit_bytes, fraction=1.0
+    )
     if known.total_bytes(config.num_pages) > limit_bytes:
         most = max((limit_bytes - known.fixed_bytes) // known.page_bytes, 0)
         raise ConfigError(
@@ -71,21 +79,27 @@ def check_pages(cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, 
 
 
 def measure(
-    cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int, fraction: float
+    cfg: ModelConfig,
+    config: SchedulerConfig,
+    backend: Backend,
+    *,
+    limit_bytes: int,
+    fraction: float,
+    look: Look = _nothing,
 ) -> DeviceMemory:
     """What the engine of this model and these buckets takes, on each device; config.num_pages is not looked at, and
-    nothing is placed on a device.
+    nothing is placed on a device. look: gets each step that is compiled for it.
 
     Raises: ConfigError naming --attention where its kernels cannot run the largest step.
     """
     cfg = config_on_mesh(cfg, backend.mesh_shape)
-    known = _arguments(cfg, config, backend, limit_bytes=limit_bytes, fraction=fraction)
+    known = known_arguments(cfg, config, backend, limit_bytes=limit_bytes, fraction=fraction)
     placed, state = weight_shapes(cfg, backend), state_shapes(cfg, config, backend)
 
     def program(bucket: Bucket, pages: int) -> _Sizes:
         layout = InputLayout(bucket, config, cfg.vocab_size)
         pool = pool_shapes(cfg, replace(config, num_pages=pages), backend)
-        return _sizes(step_program(cfg, layout, backend, placed, pool, state), backend)
+        return _sizes(step_program(cfg, layout, backend, placed, pool, state), backend, bucket, look)
 
     pages = max(known.num_pages // 2, 4)
     largest = program(config.buckets[-1], pages)
@@ -105,7 +119,7 @@ def measure(
     )
 
 
-def _arguments(
+def known_arguments(
     cfg: ModelConfig, config: SchedulerConfig, backend: Backend, *, limit_bytes: int, fraction: float
 ) -> DeviceMemory:
     """What lives from start to end; temporaries and steps are 0, and nothing is compiled that takes time. cfg: on the
@@ -115,7 +129,7 @@ def _arguments(
         limit_bytes=limit_bytes,
         fraction=fraction,
         weights_bytes=argument_bytes(weight_shapes(cfg, backend), backend),
-        state_bytes=argument_bytes(state_shapes(cfg, config, backend), backend),
+        state_bytes=argument_bytes((state_shapes(cfg, config, backend), count_shapes(cfg, backend)), backend),
         temporary_bytes=0,
         steps_bytes=0,
         page_bytes=-(-argument_bytes(sample, backend) // SAMPLE_PAGES),
@@ -131,8 +145,10 @@ class _Sizes:
     results: int
 
 
-def _sizes(program: Program, backend: Backend) -> _Sizes:
-    found = program.compile(backend.device).memory_analysis()
+def _sizes(program: Program, backend: Backend, bucket: Bucket, look: Look) -> _Sizes:
+    compiled = program.compile(backend.device)
+    look(bucket, compiled)
+    found = compiled.memory_analysis()
     return _Sizes(
         temporary=int(found.temp_size_in_bytes),
         packed=argument_bytes(program.arguments[-1], backend),

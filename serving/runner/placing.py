@@ -61,8 +61,8 @@ class Placement:
 
     def fill(self, pieces: Iterable[Any]) -> Weights[Any]:
         """All weights in their places, from what was made of each of ``wanted``, in that order."""
-        each = iter(pieces)
-        weights: Weights[Any] = self._treedef.unflatten([leaf.fill(each) for leaf in self._leaves])
+        each, inserts = iter(pieces), Inserts()
+        weights: Weights[Any] = self._treedef.unflatten([leaf.fill(each, inserts) for leaf in self._leaves])
         for _ in each:  # The end of a stream joins its threads and reports its last weight.
             raise RuntimeError("more weights came than were wanted")
         return weights
@@ -127,14 +127,14 @@ class Leaf:
             for part in range(self._parts)
         ]
 
-    def fill(self, pieces: Iterator[Any]) -> Any:
+    def fill(self, pieces: Iterator[Any], inserts: "Inserts") -> Any:
         rows = (self._row(pieces) for _ in range(self._steps))
         if self._steps == 1:
             return next(rows)
-        inserts = jax.tree.map(_Insert, self._target)
-        stack = jax.tree.map(lambda insert: insert.empty(), inserts)
+        each = jax.tree.map(inserts.into, self._target)
+        stack = jax.tree.map(lambda insert: insert.empty(), each)
         for step, row in enumerate(rows):
-            stack = jax.tree.map(lambda insert, s, r, at=step: insert(s, r, at), inserts, stack, row)
+            stack = jax.tree.map(lambda insert, s, r, at=step: insert(s, r, at), each, stack, row)
             del row  # Its memory is free before the next one comes.
             jax.block_until_ready(stack)
         return stack
@@ -167,7 +167,6 @@ class _Insert:
     """Writes a row of a stack in place: each device into its own part, at one index."""
 
     def __init__(self, place: jax.ShapeDtypeStruct) -> None:
-        self._place = place
         sharding, where = place.sharding, format_of(place)
         insert: Callable[..., jax.Array] = _insert
         if isinstance(sharding, NamedSharding):
@@ -176,13 +175,23 @@ class _Insert:
                 _insert, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec, check_vma=False
             )
         self._call = jax.jit(insert, donate_argnums=0, out_shardings=where)
-
-    def empty(self) -> jax.Array:
-        shape, dtype = self._place.shape, self._place.dtype
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=format_of(self._place))()
+        self.empty = jax.jit(lambda: jnp.zeros(place.shape, place.dtype), out_shardings=where)
 
     def __call__(self, stack: jax.Array, row: jax.Array, index: int) -> jax.Array:
         return self._call(stack, row, np.int32(index))
+
+
+class Inserts:
+    """Compiled once for all stacks of one shape, type and place."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Insert] = {}
+
+    def into(self, place: jax.ShapeDtypeStruct) -> _Insert:
+        key = place.shape, place.dtype, format_of(place)
+        if key not in self._known:
+            self._known[key] = _Insert(place)
+        return self._known[key]
 
 
 def _insert(stack: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:

@@ -15,20 +15,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import StepInputs, forward, logits
+from headrace.model.decoder import StepInputs, forward_counting, logits
 from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import Bucket, ProgramKind, SampledToken, TokenLogprobs
 from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.expert_counts import count_shapes, counted
 from headrace.serving.runner.inputs import Fields, InputLayout
 from headrace.serving.runner.warmup import Program
 from headrace.sharding.collectives import ONE_DEVICE, Shards
 
 Array = jax.Array
-Step = Callable[[Weights[Array], KVPool, SamplingState, Array], tuple[KVPool, SamplingState, Array]]
-"""(weights, pool, state, packed inputs) -> (pool, state, packed results)."""
+Results = tuple[KVPool, SamplingState, Array | None, Array]
+Step = Callable[[Weights[Array], KVPool, SamplingState, Array | None, Array], Results]
+"""(weights, pool, state, expert counts, packed inputs) -> (pool, state, expert counts, packed results)."""
 
 
 def program_name(bucket: Bucket) -> str:
@@ -39,15 +41,18 @@ def program_name(bucket: Bucket) -> str:
 
 
 def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: Shards = ONE_DEVICE) -> Step:
-    """The function of one bucket, to be jitted with pool and state donated. shards: what one device of a mesh has."""
+    """The function of one bucket, to be jitted with pool, state and counts donated.
+
+    shards: what one device of a mesh has.
+    """
 
     def step(
-        weights: Weights[Array], pool: KVPool, state: SamplingState, packed: Array
-    ) -> tuple[KVPool, SamplingState, Array]:
+        weights: Weights[Array], pool: KVPool, state: SamplingState, counts_CLE: Array | None, packed: Array
+    ) -> Results:
         fields = layout.unpack(packed[shards.data.index])
         inputs = _step_inputs(layout, fields, state)
         weights = weights.replace(layers=own_layers(weights.layers, shards))
-        hidden_TD, pool = forward(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
+        hidden_TD, pool, load_LE = forward_counting(weights, inputs, pool, cfg, kernels=kernels, shards=shards)
         # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
         sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
         hidden_RD = shards.stage.of_last(hidden_TD.at[sampled_row].get(mode="promise_in_bounds"))
@@ -55,7 +60,7 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: S
         sampled, state = sample(
             logits_RV, state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0, shards.vocabulary
         )
-        return pool, state, shards.data.gather(pack_sampled(sampled), axis=0)
+        return pool, state, counted(counts_CLE, load_LE), shards.data.gather(pack_sampled(sampled), axis=0)
 
     return step
 
@@ -70,16 +75,16 @@ def step_program(
     """
     kernels, name = backend.kernels, program_name(layout.bucket)
     packed = jax.ShapeDtypeStruct(layout.shape, jnp.int32, sharding=backend.sharding())
-    arguments = (weights, pool, state, packed)
+    arguments = (weights, pool, state, count_shapes(cfg, backend), packed)
     step = make_step(cfg, layout, kernels, backend.shards)
     if backend.mesh is not None:
         cuts = jax.tree.map(lambda x: x.sharding.spec, arguments)
         step = jax.shard_map(
-            step, mesh=backend.mesh, in_specs=cuts, out_specs=(cuts[1], cuts[2], PartitionSpec()), check_vma=False
+            step, mesh=backend.mesh, in_specs=cuts, out_specs=(*cuts[1:4], PartitionSpec()), check_vma=False
         )
 
     @functools.wraps(step)
-    def checked(*arguments: Any) -> tuple[KVPool, SamplingState, Array]:
+    def checked(*arguments: Any) -> Results:
         try:
             return step(*arguments)
         except UnsupportedCase as error:
@@ -88,7 +93,7 @@ def step_program(
                 f"reference runs every shape, more slowly"
             ) from error
 
-    return Program(function=checked, donated=(1, 2), arguments=arguments)
+    return Program(function=checked, donated=(1, 2, 3), arguments=arguments)
 
 
 def load_program(

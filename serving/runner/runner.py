@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,10 +13,11 @@ from headrace.model.on_mesh import config_on_mesh
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.plan import Bucket, SlotLoad, SlotRef, StepPlan, StepResult
-from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
-from headrace.serving.runner.arrays import make_pool, make_state, pool_shapes, state_shapes
+from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Ticket
+from headrace.serving.runner.arrays import make_counts, make_pool, make_state, pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.compile_cache import CompileLog
+from headrace.serving.runner.expert_counts import ExpertCounts, count_shapes
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.load import PlacedModel, placed
 from headrace.serving.runner.programs import load_program, program_name, read_sampled, step_program
@@ -59,6 +60,8 @@ class JaxRunner:
       model: its weights are in the backend's places.
       config: its buckets are the programs; num_pages the pool.
       backend: device, kernels and types.
+      before_first_run: called between compiling and running: on several hosts no program may run, since it waits for
+        the others and not for long, before all have compiled it.
     """
 
     def __init__(
@@ -67,14 +70,18 @@ class JaxRunner:
         config: SchedulerConfig,
         *,
         backend: Backend = Backend(),
+        before_first_run: Callable[[], None] | None = None,
     ) -> None:
         self._model_config = config_on_mesh(model.config, backend.mesh_shape)
         self._config = config
         self._backend = backend
+        self._before_first_run = before_first_run
         self._vocab_size = model.config.vocab_size
         self._weights = model.weights
         self._pool = make_pool(self._model_config, config, backend)
         self._state = make_state(self._model_config, config, backend)
+        self._counts = make_counts(self._model_config, backend)
+        self._expert_counts = ExpertCounts(count_shapes(self._model_config, backend))
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._tenants: dict[int, _Tenant] = {}
@@ -96,6 +103,8 @@ class JaxRunner:
         self._programs, ledger = compile_programs(
             self._program_list(), self._backend.device, self._compile_log, progress
         )
+        if self._before_first_run is not None:
+            self._before_first_run()
         neutral = neutral_load(self._config.num_slots, self._vocab_size)
         self._state = self._programs[_LOAD](self._state, neutral.scalars)
         self._state = self._programs[_LOAD_ROWS](self._state, neutral.scalars, *neutral.rows)
@@ -155,6 +164,10 @@ class JaxRunner:
         )
         return StepResult(step_id=oldest.step_id, decode=decode, prefill=prefill)
 
+    def expert_tokens(self) -> ExpertTokens | None:
+        """See ``ports.Runner``."""
+        return self._expert_counts.read(self._counts)
+
     def compiles_after_ready(self) -> int:
         """See ``ports.Runner``."""
         return len(self._compile_log.after_ready)
@@ -184,7 +197,9 @@ class JaxRunner:
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         program = self._programs[program_name(bucket)]
-        self._pool, self._state, result = program(self._weights, self._pool, self._state, packed)
+        self._pool, self._state, self._counts, result = program(
+            self._weights, self._pool, self._state, self._counts, packed
+        )
         return result
 
     def _program_list(self) -> dict[str, Program]:

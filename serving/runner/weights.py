@@ -97,7 +97,9 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
     A step whose weights lie otherwise copies them each time. The embedding is read by rows (57 MB were copied in each
     step of SmolLM2). Projections to heads are read by columns on v5p and TPU7x (50 MB per layer of Llama-3.1-8B), and
     in any order elsewhere; int8 is read by rows everywhere. A TPU7x reads bfloat16 in tiles of 16 rows (14 GB), except
-    for experts, whose kernel takes tiles of 8 on every chip (19 GB for 12 layers of gpt-oss-20b).
+    for experts, whose kernel takes tiles of 8 on every chip (19 GB for 12 layers of gpt-oss-20b). That kernel reads
+    rows, also where a part of their width would need less padding as columns (1,440 of 2,880: all experts of
+    gpt-oss-120b were copied, 57 GiB).
     """
     last = len(x.shape) - 1
     if x.dtype == jnp.int8:
@@ -105,6 +107,9 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
     letters = name.rsplit("_", 1)[1]
     rows = chip.bfloat16_tile_rows if x.dtype == jnp.bfloat16 else DEFAULT_TILE_ROWS
     is_by_columns = name in ("q_DX", "k_DY", "v_DY")
+    last = len(x.shape) - 1
+    if letters[0] == "E" and len(letters) == 3:
+        return Layout(tuple(range(last + 1)))
     is_default = rows == DEFAULT_TILE_ROWS and not is_by_columns and name != "embed_VD"
     if len(letters) == 1 or letters[0] == "E" or is_default:
         return None

@@ -1,7 +1,7 @@
 """Compilation for NVIDIA GPUs that are not there, by the CUDA plugin and ptxas, and what must hold of the result.
 
-The plugin compiles for a description of the device (``h100.txtpb``); no driver is needed. Registers and spills are
-those that ptxas reports for the very PTX that XLA compiles, from the wheel that XLA takes ptxas from too.
+The plugin compiles for a description of the device (``sharding/targets``); no driver is needed. Registers and spills
+are those that ptxas reports for the very PTX that XLA compiles, from the wheel that XLA takes ptxas from too.
 """
 
 import functools
@@ -16,16 +16,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import UnsupportedCase
+from headrace.sharding.slices import parse_slice
+from headrace.sharding.topologies import topology_devices
 from tests.aot import hlo
 from tests.aot.matrix import Built
 from tests.aot.outcome import Failing, Outcome, failed
 
-TARGETS = Path(__file__).resolve().parent
 IN_PLACE_ROOTS = ("scatter", "dynamic-update-slice")
 """What a fusion may end in that has the shape of a donated array: XLA:GPU writes these into their operand. Were one not
 in place, the aliased bytes or the temporaries would show it."""
@@ -52,11 +52,7 @@ class Kernel:
 @functools.cache
 def mesh_of(chip: str) -> Mesh:
     """One device of a chip, from its description."""
-    description = (TARGETS / f"{chip}.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=chip, target_config=description, topology="1x1x1"
-    )
-    return Mesh(np.array(topology.devices[:1]), ("one",))
+    return Mesh(np.array(topology_devices(parse_slice(f"{chip}:1"))), ("one",))
 
 
 @functools.cache

@@ -92,3 +92,17 @@ def kernel_names(text: str, target: str) -> set[str]:
         for instruction in instructions(text)
         if instruction.opcode == "custom-call" and f'custom_call_target="{target}"' in instruction.text
     }
+
+
+def layered_sums(text: str, size_bytes: int, *, layers: int, period: int) -> int:
+    """How many all-reduces of one size a step makes, those in the loop over layers counted as often as it runs.
+
+    period: layers in one iteration.
+    """
+    count = 0
+    for instruction in instructions(text):
+        if instruction.opcode not in ("all-reduce", "all-reduce-start"):
+            continue
+        of_size = sum(shape.bytes == size_bytes for shape in instruction.shapes)
+        count += of_size * (layers // period if "/while/body/" in instruction.text else 1)
+    return count

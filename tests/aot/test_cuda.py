@@ -9,6 +9,7 @@ import pytest
 
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import Implementation
+from headrace.sharding.topologies import target_description
 from tests.aot import cuda, cuda_faults
 from tests.aot.matrix import Built
 
@@ -41,7 +42,7 @@ FUSED_ADD = """
 
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
 def test_descriptions_agree_with_the_table_of_chips(chip: object) -> None:
-    text = (cuda.TARGETS / f"{chip.name}.txtpb").read_text()
+    text = target_description(chip.name)
     fields = dict(re.findall(r"^\s*(\w+): (.+)$", text, re.MULTILINE))
     assert fields["device_description_str"].strip('"') in chip.device_kinds
     assert int(fields["shared_memory_per_block_optin"]) == chip.on_chip_bytes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from tests.aot.hlo import kernel_names, made
+from tests.aot.hlo import kernel_names, layered_sums, made
 from tests.aot.matrix import Built
 from tests.aot.tpu import copies
 
@@ -84,3 +84,20 @@ def test_a_weight_is_copied_to_the_chip_alone() -> None:
     for place, count in (("", 1), ("S(1)", 0)):
         line = f"%w.1 = bf16[1,512,96]{{2,1,0:T(8,128){place}}} fusion(%x), calls=%fused_computation.9"
         assert len(copies(TEXT.replace("ENTRY_LINE", line), built)) == count
+
+
+def test_sums_in_the_loop_over_layers_count_as_often_as_it_runs() -> None:
+    def reduce(name: str, shape: str, path: str, op: str = "all-reduce") -> str:
+        return f'  %{name} = {shape} {op}(%x), to_apply=%add, metadata={{op_name="jit(step)/shard_map/{path}psum"}}\n'
+
+    text = "ENTRY %main (x: f32[16,64]) -> f32[16,64] {\n" + "".join(
+        (
+            reduce("a", "f32[16,64]{1,0:T(8,128)S(1)}", ""),
+            reduce("b", "f32[16,64]{1,0:T(8,128)S(1)}", "while/body/closed_call/jit(_layer)/"),
+            reduce(
+                "c", "(f32[16,64]{1,0}, f32[16,64]{1,0})", "while/body/closed_call/jit(_layer)/", "all-reduce-start"
+            ),
+            reduce("d", "f32[16]{0}", "while/body/"),
+        )
+    )
+    assert layered_sums(text + "}\n", 16 * 64 * 4, layers=12, period=2) == 1 + 3 * 6

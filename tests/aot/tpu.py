@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from headrace.pallas_kernels.chips import CHIPS
 from headrace.pallas_kernels.types import KVPool, UnsupportedCase
-from headrace.serving.app.plan_command import COMPILER_VARIABLES
+from headrace.serving.app.plan import COMPILER_VARIABLES
 from tests.aot import hlo
 from tests.aot.bundles import init_args, read_dump
 from tests.aot.matrix import Built

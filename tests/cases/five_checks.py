@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.stream_client import History
+from headrace.serving.bench.stream_client import History
 
 CANARY = {"prompt": "The capital of France is", "temperature": 0, "seed": 0, "max_tokens": 8, "return_token_ids": True}
 CANARY_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42]

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases import servers
 from tests.cases.five_checks import FiveChecks, scrape
 from tests.cases.tiny_model import PAGES, assert_as_oracle, prompt

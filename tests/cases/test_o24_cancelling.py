@@ -9,7 +9,7 @@ import httpx
 import pytest
 from websockets.frames import Frame, Opcode
 
-from scripts.stream_client import History, StreamClient
+from headrace.serving.bench.stream_client import History, StreamClient
 from tests.cases.five_checks import FiveChecks, scrape
 from tests.live import LiveServer
 

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases.five_checks import FiveChecks
 from tests.live import LiveServer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases import servers
 from tests.cases.case_client import Answer, CaseClient
 from tests.cases.five_checks import FiveChecks

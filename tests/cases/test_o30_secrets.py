@@ -16,7 +16,7 @@ import psutil
 import pytest
 import websockets
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases import servers
 from tests.cases.five_checks import scrape
 from tests.live import LiveServer

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from websockets.frames import Opcode
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases import fake_server as fake_server_module
 from tests.cases import servers
 from tests.cases.five_checks import FiveChecks, scrape

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases import loop_probe, servers
 from tests.cases.raw import port_of
 from tests.live import LiveServer

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.model.chat_template import load_chat_template
 from headrace.model.tokenizer import load_tokenizer
-from scripts.stream_client import History, StreamClient
+from headrace.serving.bench.stream_client import History, StreamClient
 from tests.cases.five_checks import FiveChecks
 from tests.live import LiveServer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stream_client import StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from tests.cases import servers
 from tests.cases.five_checks import FiveChecks
 from tests.cases.tiny_model import TIGHT, prompt, write_tiny

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.serving.bench.stream_client import History, StreamClient
 from headrace.serving.edge.generation import Delta
-from scripts.stream_client import History, StreamClient
 from tests.cases.five_checks import FiveChecks
 from tests.live import LiveServer
 from tests.serving.edge.test_generation import Bench

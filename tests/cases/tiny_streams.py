@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.stream_client import History, StreamClient
+from headrace.serving.bench.stream_client import History, StreamClient
 from tests.cases.tiny_model import FLIP_GAP
 from tests.live import LiveServer
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SMALL = ("--context", "256", "--chunk-tokens", "64")
+from tests.live import SMALL
+
 QUESTION = "What is the capital of France?"
 ANSWER_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
@@ -41,7 +42,7 @@ def test_text_goes_to_standard_output_alone(smollm2_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--max-tokens", "100000"), "256"),
+        (("--max-tokens", "100000"), "512"),
         (("--stop", ""), "--stop"),
         (("--system", "Be brief."), "--chat"),
         (("--model", "/no/such/model.gguf"), "neither a file nor a known name"),

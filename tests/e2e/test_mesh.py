@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from headrace.model.init import init_weights
 from tests.cases.tiny_model import CONFIG, SEED, VOCAB_SIZE
 from tests.golden import random_weights
-from tests.live import SMALL, LiveServer, start_server
+from tests.live import LiveServer, start_server
 from tests.model.test_tokenizer_files import byte_level
 from tests.model.tiny import write_hf, write_json
 
@@ -42,7 +42,10 @@ PROMPTS = ("a", "one two three four five six seven", "xyz" * 30, "the rest of it
     ],
 )
 def test_a_mesh_answers_as_one_device_does(mesh: str, tmp_path: Path) -> None:
-    server = start_server(tmp_path / "log", "smollm2-135m", *SMALL, "--device", "cpu", "--mesh", mesh)
+    # Few programs, of thirty layers each; every lane has a stream.
+    streams = "2" if "data=2" in mesh else "1"
+    options = ("--max-streams", streams, "--context", "256", "--chunk-tokens", "64")
+    server = start_server(tmp_path / "log", "smollm2-135m", *options, "--device", "cpu", "--mesh", mesh)
     try:
         answers = asyncio.run(_ask_at_once(server))
     finally:

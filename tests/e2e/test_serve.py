@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ StartFake = Callable[..., LiveServer]
 
 def fake_command(path: Path, fake: FakeOptions, options: dict[str, Any], first: str = "") -> list[str]:
     """first: code that runs before the server does."""
-    settings = {"vocab_size": fake.vocab_size, "step_ms": fake.step_ms, "fault": fake.fault}
+    settings = asdict(fake)
     return [sys.executable, "-c", first + SERVE, str(path), json.dumps(settings), json.dumps(options)]
 
 
@@ -66,8 +67,10 @@ def start_fake(tmp_path: Path, smollm2_path: Path) -> Iterator[StartFake]:
     """Starts a server with a fake runner: real processes and sockets, tokens without meaning."""
     started: list[LiveServer] = []
 
-    def start(*, step_ms: float = 5.0, fault: str | None = None, first: str = "", **options: Any) -> LiveServer:
-        fake = FakeOptions(vocab_size=VOCAB_SIZE, step_ms=step_ms, fault=fault)
+    def start(
+        *, step_ms: float = 5.0, fault: str | None = None, num_experts: int = 0, first: str = "", **options: Any
+    ) -> LiveServer:
+        fake = FakeOptions(vocab_size=VOCAB_SIZE, step_ms=step_ms, fault=fault, num_experts=num_experts)
         started.append(start_command(tmp_path / "log", fake_command(smollm2_path, fake, options, first)))
         return started[-1]
 
@@ -306,3 +309,25 @@ def test_nothing_is_left_behind(start_fake: StartFake) -> None:
     engine = server.engine
     assert server.stop() == ExitCode.CLEAN
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_bench_measures_a_server_and_its_experts_are_counted(start_fake: StartFake, tmp_path: Path) -> None:
+    server, file = start_fake(num_experts=4), tmp_path / "bench.json"
+    work = ("--streams", "2", "--requests", "4", "--warmup", "0", "--prompt-tokens", "20", "--max-tokens", "8")
+    command = [sys.executable, "-m", "headrace", "bench", server.url, *work, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert (found["figures"]["prompt_tokens"], found["figures"]["output_tokens"]) == (80, 32)
+    assert found["figures"]["whole_answer"]["p50_ms"] >= 8 * 5  # steps of 5 ms
+    assert found["server"]["contract"]["topology"]["device_kind"] == "fake"
+    values: list[float] = []
+
+    def all_counted() -> bool:
+        """Of each request all tokens but the last are run."""
+        scraped = httpx.get(server.url + "/metrics").text
+        values[:] = map(float, re.findall(r"^headrace_expert_tokens_total{.*} (\S+)$", scraped, re.MULTILINE))
+        return sum(values) == 4 * (20 + 7)
+
+    until(all_counted)
+    assert len(values) == 4

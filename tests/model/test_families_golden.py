@@ -25,6 +25,7 @@ from tests.golden import random_weights
 from tests.model.paged_steps import Segment, new_pool, pages, run
 from tests.model.tiny import write_json
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 FOLDER = Path(__file__).parent.parent / "golden" / "families"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 Models = dict[str, tuple[ModelConfig, Weights[jax.Array]]]
@@ -60,7 +61,7 @@ def difference(name: str, rows: Any, start: int = 0) -> float:
 
 
 def test_there_are_records() -> None:
-    assert {"mixtral", "qwen3", "qwen3_moe", "gpt_oss", "llama3_rope"} <= set(NAMES)
+    assert {"mixtral", "qwen2_moe", "qwen3", "qwen3_moe", "gpt_oss", "llama3_rope"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,6 +76,8 @@ def test_the_oracle(name: str, models: Models) -> None:
         ("llama3_rope", {"rope_scaling": None}),
         ("mixtral", {"router": Router()}),
         ("mixtral_window", {"sliding_window": 12}),
+        ("qwen2_moe", {"has_shared_gate": False}),
+        ("qwen2_moe", {"shared_expert_width": 0, "has_shared_gate": False}),
         ("qwen3_moe", {"router": Router()}),
         ("qwen3_moe_plain", {"router": Router(renormalize=True)}),
         ("gpt_oss", {"gate": Gate(alpha=1.702, limit=None, up_offset=1.0)}),

@@ -41,6 +41,17 @@ _QWEN3_30B_A3B = _QWEN3_32B | {
     "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "router_aux_loss_coef": 0.001,
     "rope_theta": 1000000.0,
 }  # fmt: skip
+_QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21, "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
 _GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -57,7 +68,8 @@ _GPT_OSS_20B = {
     "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
 PUBLISHED: Mapping[str, dict[str, Any]] = {
-    "mixtral": _MIXTRAL, "qwen3": _QWEN3_32B, "qwen3_moe": _QWEN3_30B_A3B, "gpt_oss": _GPT_OSS_20B
+    "mixtral": _MIXTRAL, "qwen2_moe": _QWEN2_MOE, "qwen3": _QWEN3_32B, "qwen3_moe": _QWEN3_30B_A3B,
+    "gpt_oss": _GPT_OSS_20B,
 }  # fmt: skip
 MIXTRAL = ModelConfig(
     family="mixtral", vocab_size=32000, num_layers=32, width=4096, ffn_width=0, num_heads=32, num_kv_heads=8,
@@ -72,6 +84,11 @@ QWEN3 = ModelConfig(
 EXPECTED = {
     "mixtral": MIXTRAL,
     "qwen3": QWEN3,
+    "qwen2_moe": replace(
+        QWEN3, family="qwen2_moe", num_layers=24, width=2048, ffn_width=0, num_heads=16, num_kv_heads=16,
+        max_context=8192, eos_ids=(151643,), qk_norm=False, qkv_bias=True, num_experts=60, experts_per_token=4,
+        expert_ffn_width=1408, router=Router(), shared_expert_width=5632, has_shared_gate=True,
+    ),
     "qwen3_moe": replace(
         QWEN3, family="qwen3_moe", num_layers=48, width=2048, ffn_width=0, num_heads=32, num_kv_heads=4,
         num_experts=128, experts_per_token=8, expert_ffn_width=768, router=Router(renormalize=True),
@@ -86,7 +103,7 @@ EXPECTED = {
         window_pattern=(True, False),
     ),
 }  # fmt: skip
-BILLIONS = {"mixtral": 46.70, "qwen3": 32.76, "qwen3_moe": 30.53, "gpt_oss": 20.91}
+BILLIONS = {"mixtral": 46.70, "qwen2_moe": 14.3, "qwen3": 32.76, "qwen3_moe": 30.53, "gpt_oss": 20.91}
 """Parameters, as published."""
 
 
@@ -110,6 +127,8 @@ def test_published_models(tmp_path: Path, family: str) -> None:
         ("mixtral", {"sliding_window": 4096}, {"sliding_window": 4096, "window_pattern": (True,)}),
         ("qwen3", {"sliding_window": 4096, "layer_types": ["full_attention"] * 64}, {}),
         ("qwen3_moe", {"num_experts": ..., "num_local_experts": 64}, {"num_experts": 64}),
+        ("qwen2_moe", {"qkv_bias": False}, {"qkv_bias": False}),
+        ("qwen2_moe", {"norm_topk_prob": True}, {"router": Router(renormalize=True)}),
         ("qwen3_moe", {"norm_topk_prob": ...}, {"router": Router()}),
         ("gpt_oss", {"layer_types": ...}, {}),
         ("gpt_oss", {"layer_types": ["full_attention"] * 24}, {"sliding_window": None, "window_pattern": ()}),
@@ -144,6 +163,11 @@ def test_other_values(tmp_path: Path, family: str, change: dict[str, Any], expec
         ("qwen3", "num_hidden_layers", 10**15, "num_layers is 1000000000000000; it must be from 1 to 1024"),
         ("gpt_oss", "num_hidden_layers", 10**15 + 1, "num_layers is 1000000000000001; it must be from 1 to 1024"),
         ("qwen3", "num_experts", 8, "(value 8) is not known to this version"),
+        ("qwen2_moe", "use_sliding_window", True, "is True, which is not supported; False is"),
+        ("qwen2_moe", "shared_expert_intermediate_size", ..., "is missing"),
+        ("qwen2_moe", "shared_expert_intermediate_size", 0, "has_shared_gate is True, but shared_expert_width is 0"),
+        ("qwen2_moe", "shared_expert_intermediate_size", -1, "shared_expert_width is -1; it must be from 0"),
+        ("qwen2_moe", "decoder_sparse_step", 2, "is 2, which is not supported; 1 is"),
         ("qwen3_moe", "decoder_sparse_step", 2, "is 2, which is not supported; 1 is"),
         ("qwen3_moe", "mlp_only_layers", [3], "is [3], which is not supported; [] is"),
         ("qwen3_moe", "num_local_experts", 64, "is 128, which is not supported; 64 is"),
@@ -155,7 +179,7 @@ def test_other_values(tmp_path: Path, family: str, change: dict[str, Any], expec
         ("gpt_oss", "swiglu_limit", -1.0, "gate limit is -1.0"),
         ("gpt_oss", "hidden_act", "gelu", "is 'gelu', which is not supported"),
         ("gpt_oss", "quantization_config", {"quant_method": "gptq"}, "is 'gptq', which is not supported; 'mxfp4' is"),
-        ("gpt_oss", "model_type", "gptoss", "supported: gpt_oss, llama, mixtral, qwen3, qwen3_moe"),
+        ("gpt_oss", "model_type", "gptoss", "supported: gpt_oss, llama, mixtral, qwen2_moe, qwen3, qwen3_moe"),
     ],
 )
 def test_what_would_change_the_result_is_refused(

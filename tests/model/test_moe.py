@@ -244,6 +244,11 @@ def test_a_row_gets_the_same_bits_whatever_runs_beside_it(cfg: ModelConfig) -> N
         ("experts_per_token", {"num_experts": 0, "ffn_width": 96, "expert_ffn_width": 0, "router": None}),
         ("expert_ffn_width", {"expert_ffn_width": 0}),
         ("ffn_width", {"ffn_width": 96}),
+        (
+            "shared_expert_width",
+            {"num_experts": 0, "ffn_width": 96, "experts_per_token": 0, "expert_ffn_width": 0, "router": None}
+            | {"shared_expert_width": 8},
+        ),
         ("router", {"num_experts": 0, "experts_per_token": 0, "expert_ffn_width": 0}),
         ("router", {"router": None}),
         ("sliding_window", {"sliding_window": 0, "window_pattern": (True,)}),

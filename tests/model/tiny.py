@@ -54,6 +54,9 @@ _EXPERTS: Mapping[str, Any] = MappingProxyType(
     {"ffn_width": 0, "num_experts": 8, "experts_per_token": 2, "expert_ffn_width": 48, "tied_embeddings": False}
 )
 MIXTRAL_TINY = replace(TINY, family="mixtral", router=Router(renormalize=True), **_EXPERTS)
+QWEN2_MOE_TINY = replace(
+    TINY, family="qwen2_moe", qkv_bias=True, router=Router(), shared_expert_width=80, has_shared_gate=True, **_EXPERTS
+)
 QWEN3_TINY = replace(TINY, family="qwen3", qk_norm=True, tied_embeddings=False)
 QWEN3_MOE_TINY = replace(TINY, family="qwen3_moe", qk_norm=True, router=Router(), **_EXPERTS)
 GPT_OSS_TINY = replace(
@@ -69,7 +72,7 @@ GPT_OSS_TINY = replace(
     window_pattern=(True, False),
     **_EXPERTS,
 )
-FAMILIES_TINY = (MIXTRAL_TINY, QWEN3_TINY, QWEN3_MOE_TINY, GPT_OSS_TINY)
+FAMILIES_TINY = (MIXTRAL_TINY, QWEN2_MOE_TINY, QWEN3_TINY, QWEN3_MOE_TINY, GPT_OSS_TINY)
 # A few kilobytes, for tests that write it out thousands of times.
 SMALLEST = replace(TINY, num_layers=1, vocab_size=8, width=32, ffn_width=32, num_heads=2, num_kv_heads=1)
 

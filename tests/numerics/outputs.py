@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.serving.app.offline import Completion
-from scripts.stream_client import History, StreamClient
+from headrace.serving.bench.stream_client import History, StreamClient
 from tests.cases.case_client import Answer, CaseClient
 from tests.numerics.golden import Reference
 

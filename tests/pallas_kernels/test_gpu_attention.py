@@ -26,6 +26,8 @@ from headrace.pallas_kernels.tolerances import relative_error, tolerance
 from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
 from tests.pallas_kernels.gpu_interpreter import FAST_COMPILE, GPU
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 WIDE_CASES = (
     AttentionCase(name="three heads a key head, page borders", **SMOLLM2, decode_lens=(1, 15, 16, 17, 0, 130)),
     AttentionCase(
@@ -76,16 +78,17 @@ WIDE_CASES = (
         segments=((32, 50),),
     ),
 )
+TYPES = (
+    ("bfloat16", "bfloat16"),
+    ("float8_e4m3fn", "bfloat16"),
+    ("int8", "bfloat16"),
+    ("float8_e5m2", "float32"),
+    ("float32", "bfloat16"),
+)
 STORED_CASES = tuple(
     replace(case, name=f"{case.name}, {kv_dtype} for {q_dtype}", kv_dtype=kv_dtype, q_dtype=q_dtype)
-    for case in (WIDE_CASES[1], WIDE_CASES[7])
-    for kv_dtype, q_dtype in (
-        ("bfloat16", "bfloat16"),
-        ("int8", "bfloat16"),
-        ("float8_e4m3fn", "bfloat16"),
-        ("float8_e5m2", "float32"),
-        ("float32", "bfloat16"),
-    )
+    for case, types in ((WIDE_CASES[1], TYPES[:3]), (WIDE_CASES[7], TYPES[2:]))
+    for kv_dtype, q_dtype in types
 )
 SMALL_BLOCKS = replace(
     GPU,

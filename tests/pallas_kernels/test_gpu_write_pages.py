@@ -14,6 +14,8 @@ from headrace.pallas_kernels.types import Kernels
 from headrace.pallas_kernels.write_pages.cases import CASES
 from tests.pallas_kernels.gpu_interpreter import GPU
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ALL_CASES = [
     replace(case, name=f"{case.name}, {dtype}", kv_dtype=dtype)
     for case in CASES

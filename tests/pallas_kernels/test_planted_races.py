@@ -16,6 +16,8 @@ from headrace.pallas_kernels.types import Implementation, Kernels
 from headrace.pallas_kernels.write_pages import tpu as write
 from tests.pallas_kernels import interpreter
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SHAPE = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "page_tokens": 16, "block_tokens": 32}
 MODES = pytest.mark.parametrize("mode", ["on_wait", "eager"])
 

@@ -29,6 +29,8 @@ from headrace.pallas_kernels.tolerances import relative_error, tolerance
 from headrace.pallas_kernels.types import AttnMeta, Implementation, Kernels, KVPool, UnsupportedCase
 from tests.pallas_kernels import interpreter
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 STRICT = interpreter.parameters()
 LLAMA_LIKE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "page_tokens": 32}
 CASES = (

@@ -24,6 +24,8 @@ from headrace.pallas_kernels.types import (
 from headrace.pallas_kernels.write_pages.tpu import write_blocks
 from tests.pallas_kernels import interpreter
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_tokens": 16, "block_tokens": 32}
 BORDERS = ((0, 1), (0, 15), (0, 16), (0, 17), (16, 1), (32, 32), (48, 33), (96, 20))
 """One token; a page and one more or less; a first, a middle and a last block of keys; a last page that is not full."""

@@ -14,6 +14,8 @@ from headrace.pallas_kernels.types import Implementation, Kernels, KVPool, Unsup
 from headrace.pallas_kernels.write_pages.tpu import PAGES_IN_FLIGHT, tile_rows
 from tests.pallas_kernels import interpreter
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SMALL = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "page_tokens": 16, "block_tokens": 32}
 MIXED = AttentionCase(
     name="mixed", **SMALL, decode_lens=(1, 0, 16, 17, 40, 0), segments=((0, 33), (16, 16), (32, 1)), padding_blocks=1

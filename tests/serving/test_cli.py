@@ -37,6 +37,7 @@ def test_help_groups_options_and_shows_defaults() -> None:
         (("serve", "--kv-memory", "3zb"), 2, "write it like 2GiB"),
         (("serve", "--port", "70000"), 2, "70000"),
         (("serve", "--tls-cert", "no-such-file"), 2, "no-such-file"),
+        (("serve", "--hosts", "2", "--rank", "1"), 2, "--hosts 2 needs --coordinator"),
         (("pull", "smollm2-135"), 1, "did you mean 'smollm2-135m'"),
         (("generat",), 2, "No such command"),
     ],

@@ -152,4 +152,4 @@ def test_a_fault_that_is_not_known_is_refused(fault: str) -> None:
 
 def test_the_fake_engine_needs_no_model() -> None:
     built = build_engine(replace(OPTIONS, fake=FakeOptions()), lambda what, done, total: None)
-    assert built.device == "fake"
+    assert built.topology.device == "fake:fake"

@@ -10,7 +10,7 @@ from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.core.kv_memory import DeviceMemory
-from headrace.serving.engine.messages import ProgramInfo, Ready
+from headrace.serving.engine.messages import ProgramInfo, Ready, Topology
 from tests.model.tiny import SMOLLM2
 
 
@@ -29,7 +29,7 @@ READY = Ready(
     kv_bytes_per_token=46_080,
     weights_bytes=538_000_000,
     programs=(),
-    device="cpu:cpu",
+    topology=Topology(platform="cpu", device_kind="cpu"),
     mesh="tensor=1",
     attention="reference",
     dtype="float32",
@@ -107,3 +107,11 @@ def test_progress_without_a_terminal_is_one_line_per_text() -> None:
             display.update("loading weights", done, 3)
         display.update("compiling decode-4", 0, 2)
     assert console.file.getvalue() == "loading weights\ncompiling decode-4\n"  # type: ignore[attr-defined]
+
+
+def test_a_mesh_is_printed_with_its_devices_and_what_joins_them() -> None:
+    topology = Topology(platform="tpu", device_kind="TPU v6 lite", num_devices=8, num_processes=2, link="ICI")
+    text = printed(
+        print_ledger, SMOLLM2, msgspec.structs.replace(READY, mesh="data=2,tensor=4", topology=topology, hosts=2)
+    )
+    assert "device 8 × tpu:TPU v6 lite of 2 hosts, of which this is rank 0, mesh data=2,tensor=4, joined by ICI" in text

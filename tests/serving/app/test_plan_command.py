@@ -17,6 +17,7 @@ import pytest
         (("llama-3.1-8b", "--topology", "v6e:2x2", "--mesh", "tensors=2"), "axis 'tensors' is not known"),
         (("llama-3.1-8b", "--topology", "v6e:2x2", "--workload", "1024"), "--workload '1024' is not IN:OUT"),
         (("llama-3.1-8b", "--topology", "v6e:2x2", "--workload", "0:5"), "must be at least 1"),
+        (("llama-3.1-8b", "--topology", "v6e:2x2", "--plot", "x.gif"), "its name must end in .svg, .png, .pdf"),
     ],
 )
 def test_a_wish_that_cannot_be_is_named(arguments: tuple[str, ...], says: str) -> None:

@@ -17,7 +17,8 @@ from headrace.serving.edge.app import build_app
 from headrace.serving.edge.engine_client import EngineLost, EngineUnavailable, Sink
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.engine.lifecycle import EngineState
-from headrace.serving.engine.messages import Ready, Refused, Stats
+from headrace.serving.engine.messages import Ready, Refused, Stats, Topology
+from headrace.serving.engine.ports import ExpertTokens
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 260
@@ -78,7 +79,8 @@ class LineTemplate:
 def ready(**changes: object) -> Ready:
     values: dict[str, object] = {
         "model_hash": "ab" * 32, "num_pages": 65, "page_size": 16, "num_slots": 4, "max_context": CONTEXT,
-        "kv_bytes_per_token": 1024, "weights_bytes": 1, "programs": (), "device": "fake", "warmup_seconds": 0.0,
+        "kv_bytes_per_token": 1024, "weights_bytes": 1, "programs": (), "warmup_seconds": 0.0,
+        "topology": Topology(platform="fake", device_kind="fake"),
         "mesh": "tensor=1", "attention": "none", "dtype": "float32", "kv_dtype": "float32", "memory": None,
         "kv_bytes": 65 * 16 * 1024, "weights": "native",
     }  # fmt: skip
@@ -106,6 +108,7 @@ class FakeEngine:
     ready_info: Ready | None = field(default_factory=ready)
     num_restarts: int = 0
     generated: int = 0
+    expert_tokens: ExpertTokens | None = None
     live: dict[RequestId, Live] = field(default_factory=dict)
     submitted: list[Request] = field(default_factory=list)
     cancels: list[tuple[RequestId, CancelReason]] = field(default_factory=list)
@@ -125,6 +128,7 @@ class FakeEngine:
             pages_free=64 - running,
             generation_tokens=self.generated,
             preemptions=3,
+            expert_tokens=self.expert_tokens,
         )
 
     @property

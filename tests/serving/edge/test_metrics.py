@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.serving.core.request import CancelReason, FinishReason
 from headrace.serving.edge.errors import ApiError
+from headrace.serving.edge.expert_metrics import MAX_SERIES
 from headrace.serving.edge.service import Service
 from headrace.serving.engine.lifecycle import EngineState
 from tests.serving.edge.fakes import FakeEngine, make_service, open_app, ready
@@ -146,3 +147,30 @@ async def test_the_endpoint_speaks_prometheus() -> None:
         answer = await client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert list(text_string_to_metric_families(answer.text))
+
+
+async def test_tokens_of_experts_go_on_over_a_restart_and_an_uneven_layer_shows() -> None:
+    engine = Restartable()
+    service = make_service(engine)
+    assert not any("expert" in name for name in scrape(service))  # no experts, no series
+    engine.expert_tokens = ((4, 0, 2, 2), (0, 0, 0, 0))
+    values = scrape(service)
+    assert [values[f"headrace_expert_tokens_total|{expert}|0"] for expert in range(4)] == [4, 0, 2, 2]
+    assert values["headrace_expert_imbalance|0"] == 4 / 2
+    assert "headrace_expert_imbalance|1" not in values
+    engine.die()
+    engine.restart()
+    engine.expert_tokens = None  # not reported yet
+    assert scrape(service)["headrace_expert_tokens_total|0|0"] == 4
+    engine.expert_tokens = ((1, 1, 1, 1), (0, 0, 0, 3))
+    values = scrape(service)
+    assert [values[f"headrace_expert_tokens_total|{expert}|0"] for expert in range(4)] == [5, 1, 3, 3]
+    assert values["headrace_expert_imbalance|1"] == 4
+
+
+async def test_a_model_of_many_experts_has_the_imbalance_only() -> None:
+    engine = FakeEngine(expert_tokens=tuple((2,) * 63 + (66,) for _ in range(MAX_SERIES // 64 + 1)))
+    values = scrape(make_service(engine))
+    assert sum(name.startswith("headrace_expert_tokens") for name in values) == 0
+    imbalances = [value for name, value in values.items() if name.startswith("headrace_expert_imbalance")]
+    assert imbalances == [66 * 64 / (2 * 63 + 66)] * (MAX_SERIES // 64 + 1)

@@ -1,12 +1,14 @@
 """Discovery and operations over HTTP."""
 
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 
 import httpx
 import pytest
 
 from headrace.serving.engine.lifecycle import EngineState
-from tests.serving.edge.fakes import BOS, CONTEXT, EOS, FakeEngine, make_service, open_app
+from headrace.serving.engine.messages import Topology
+from tests.serving.edge.fakes import BOS, CONTEXT, EOS, FakeEngine, make_service, open_app, ready
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -107,3 +109,39 @@ async def test_a_draining_server_is_not_ready_but_alive() -> None:
 
 async def test_version(http: httpx.AsyncClient) -> None:
     assert (await http.get("/version")).json() == {"version": "0.1.0"}
+
+
+async def test_the_contract_says_what_fixes_an_answer_and_what_it_runs_on(
+    http: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
+    engine.ready_info = ready(
+        mesh="tensor=4",
+        topology=Topology(platform="tpu", device_kind="TPU v6 lite", num_devices=4, num_processes=1, link="ICI"),
+    )
+    found = (await http.get("/v1/contract")).json()
+    assert found["topology"] == {
+        "mesh": "tensor=4", "platform": "tpu", "device_kind": "TPU v6 lite", "num_devices": 4, "num_processes": 1,
+        "link": "ICI",
+    }  # fmt: skip
+    assert (found["contract"]["model"], found["contract"]["dtype"]) == ("ab" * 32, "float32")
+    assert found["versions"]["headrace"] == "0.1.0"
+    assert found["versions"]["jax"] == version("jax")
+    assert found["fingerprint"] != answer.json()["system_fingerprint"]  # of the mesh before
+    assert (
+        found["fingerprint"] == (await http.post("/v1/completions", json={"prompt": "hi"})).json()["system_fingerprint"]
+    )
+
+
+async def test_other_chips_and_links_keep_the_fingerprint(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    first = (await http.get("/v1/contract")).json()
+    engine.ready_info = ready(topology=Topology(platform="gpu", device_kind="H100", link="none"), num_pages=9)
+    second = (await http.get("/v1/contract")).json()
+    assert second["topology"] != first["topology"]
+    assert second["fingerprint"] == first["fingerprint"]
+
+
+async def test_no_contract_without_an_engine(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.die()
+    refused = await http.get("/v1/contract")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")

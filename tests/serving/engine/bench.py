@@ -17,9 +17,9 @@ from headrace.serving.engine.engine import Engine, StepLoop
 from headrace.serving.engine.fake_runner import FakeRunner, expected_tokens
 from headrace.serving.engine.inbox import Inbox
 from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
-from headrace.serving.engine.ports import CompiledProgram, Progress, Ticket
+from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Ticket
 
-VOCAB = 64
+VOCAB, NUM_EXPERTS = 64, 8
 HOST_S, DEVICE_S = 0.25, 2.0
 
 
@@ -37,10 +37,12 @@ class TracingRunner:
     """The fake runner; writes down the order of calls, moves the clock, and fails on demand."""
 
     def __init__(self, config: SchedulerConfig, clock: StepClock) -> None:
-        self._inner = FakeRunner(config, vocab_size=VOCAB)
+        self._inner = FakeRunner(config, vocab_size=VOCAB, num_layers=2, num_experts=NUM_EXPERTS)
         self._clock = clock
         self.calls: list[str] = []
+        self.step_s = DEVICE_S
         self.fail_dispatch: Callable[[StepPlan], Exception | None] = lambda plan: None
+        self.fail_experts: Exception | None = None
         self.fail_collect: Callable[[int], Exception | None] = lambda step_id: None
 
     def warm_up(self, progress: Progress) -> tuple[CompiledProgram, ...]:
@@ -55,13 +57,19 @@ class TracingRunner:
         return self._inner.dispatch(plan)
 
     def collect(self, ticket: Ticket) -> StepResult:
-        self._clock.now += DEVICE_S
+        self._clock.now += self.step_s
         self.calls.append(f"c{ticket.step_id}")
         result = self._inner.collect(ticket)
         error = self.fail_collect(ticket.step_id)
         if error is not None:
             raise error
         return result
+
+    def expert_tokens(self) -> ExpertTokens | None:
+        error = self.fail_experts
+        if error is not None:
+            raise error
+        return self._inner.expert_tokens()
 
     def compiles_after_ready(self) -> int:
         return self._inner.compiles_after_ready()
@@ -99,19 +107,23 @@ class FakeEdge:
         return [t.token_id for t in self.tokens if t.request_id == number]
 
 
+def config_of(**config: int) -> SchedulerConfig:
+    values = {"num_slots": 4, "num_pages": 65, "max_context": 128, **config}
+    return SchedulerConfig(
+        page_size=4,
+        chunk_tokens=16,
+        block_tokens=8,
+        decode_rows=(values["num_slots"],),
+        prefill_tokens=(8, 16),
+        **values,
+    )
+
+
 class Bench:
     """Everything joined; ``run`` lets the engine run until the edge closes."""
 
     def __init__(self, **config: int) -> None:
-        values = {"num_slots": 4, "num_pages": 65, "max_context": 128, **config}
-        self.config = SchedulerConfig(
-            page_size=4,
-            chunk_tokens=16,
-            block_tokens=8,
-            decode_rows=(values["num_slots"],),
-            prefill_tokens=(8, 16),
-            **values,
-        )
+        self.config = config_of(**config)
         self.clock = StepClock()
         self.runner = TracingRunner(self.config, self.clock)
         self.scheduler = Scheduler(self.config)

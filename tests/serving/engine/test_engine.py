@@ -15,6 +15,7 @@ from headrace.serving.engine.messages import Stats
 from tests.serving.engine.bench import (
     DEVICE_S,
     HOST_S,
+    NUM_EXPERTS,
     Bench,
     FakeEdge,
     close_when_idle,
@@ -207,3 +208,42 @@ def test_events_and_stats_do_not_depend_on_overlap() -> None:
         edge = bench.run(close_when_idle)
         outcomes.append(sorted(edge.tokens, key=lambda t: (t.request_id, t.index)))
     assert outcomes[0] == outcomes[1]
+
+
+def test_the_experts_load_comes_when_idle_and_once_a_second_while_steps_run() -> None:
+    bench = Bench()
+    bench.inbox.submit(request(1, num_prompt=6, max_tokens=5))
+    edge = bench.run(close_when_idle)
+    last = edge.messages[-1]
+    assert isinstance(last, Stats) and last.expert_tokens is not None
+    # The last token that was sampled was never run.
+    ran = [(7 + i) % 64 for i in range(6)] + expected_ids(request(1))[:-1]
+    for layer, counts in enumerate(last.expert_tokens):
+        assert counts == tuple(sum((token + layer) % NUM_EXPERTS == expert for token in ran) for expert in range(8))
+    assert [step.stats.expert_tokens is None for step in edge.steps] == [False] * len(edge.steps)  # of 2 s each
+
+
+def test_fast_steps_do_not_wait_for_the_experts_load() -> None:
+    bench = Bench()
+    bench.runner.step_s = 0.3
+    bench.inbox.submit(request(1, num_prompt=6, max_tokens=20))
+    edge = bench.run(close_when_idle)
+    reported = [step.stats.expert_tokens is not None for step in edge.steps]
+    assert len(reported) == 20 and 4 <= sum(reported) <= 12
+    assert not any(first and second for first, second in zip(reported, reported[1:], strict=False))
+
+
+def test_counters_that_cannot_be_read_end_no_request() -> None:
+    bench = Bench()
+    bench.runner.fail_experts = RuntimeError("a step failed")
+    bench.inbox.submit(request(1))
+    edge = bench.run(close_when_idle)
+    assert edge.ids(1) == expected_ids(request(1))
+    assert all(step.stats.expert_tokens is None for step in edge.steps)
+
+
+def test_a_frame_without_the_experts_load_keeps_the_one_before() -> None:
+    first, second = Stats(steps=1, expert_tokens=((1, 2),)), Stats(steps=2)
+    assert second.after(first) == Stats(steps=2, expert_tokens=((1, 2),))
+    assert first.after(second) is first
+    assert Stats().after(Stats(steps=1)) == Stats()

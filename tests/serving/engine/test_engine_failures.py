@@ -9,8 +9,9 @@ from headrace.serving.core.request import (
     FinishReason,
 )
 from headrace.serving.core.scheduler import Scheduler
-from headrace.serving.engine.engine import EngineFailure, StepLoop
+from headrace.serving.engine.engine import StepLoop
 from headrace.serving.engine.fake_runner import FakeRunner
+from headrace.serving.engine.ports import EngineFailure
 from tests.serving.engine.bench import VOCAB, Bench, FakeEdge, close_when_idle, expected_ids, request
 
 

@@ -12,7 +12,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from rich.console import Console
 
 from headrace.model.chat_template import load_chat_template
 from headrace.model.checkpoint_files import GGUF_FIELDS, MANIFEST, WEIGHTS, copy_companions
@@ -21,8 +20,7 @@ from headrace.model.errors import ModelFileError
 from headrace.model.init import init_weights
 from headrace.model.load import load_model
 from headrace.model.tokenizer import load_tokenizer
-from headrace.serving.app.build import EngineOptions
-from headrace.serving.app.checkpoint_command import CheckpointRequest, run_checkpoint
+from headrace.serving.cli import commands
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.runner.load import load_placed, placed
 from headrace.serving.runner.runner import JaxRunner
@@ -35,8 +33,9 @@ SMALL = replace(plans.CONFIG, num_pages=80, decode_rows=(4,), prefill_tokens=(16
 
 
 def write(source: Path, target: Path, mesh: str, dtype: str = "float32") -> Path:
-    options = EngineOptions(model=str(source), device="cpu", mesh=mesh, dtype=dtype)
-    assert run_checkpoint(CheckpointRequest(model=source, target=target), options, Console(quiet=True)) == 0
+    """By the command."""
+    flags = ["--device", "cpu", "--mesh", mesh, "--dtype", dtype]
+    assert commands.main(["checkpoint", str(source), str(target), *flags], standalone_mode=False) == 0
     return target
 
 
@@ -66,7 +65,6 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ("tensor=2", False, np.float32),
         ("tensor=4", False, np.float32),  # key heads twice
         ("tensor=4", True, ml_dtypes.bfloat16),
-        ("tensor=1", True, np.float32),
     ],
 )
 def test_it_restores_onto_other_meshes(source: Path, checkpoint: Path, mesh: str, scan: bool, dtype: type) -> None:
@@ -202,11 +200,12 @@ NORM = {"dtype": "float32", "shape": [64], "sha256": "0" * 64}
     ],
 )
 def test_damage_is_named(checkpoint: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
+    """On one device: of several parts of a weight Orbax leaves the others unread where one fails, with a warning."""
     folder = tmp_path / "damaged"
     shutil.copytree(checkpoint, folder)
     damage(folder)
     with pytest.raises(ModelFileError) as caught:
-        load_placed(folder, backend_of("tensor=2"))
+        load_placed(folder, backend_of("tensor=1"))
     assert reason in str(caught.value) and str(folder) in str(caught.value)
 
 

@@ -43,8 +43,15 @@ def test_greedy_ids_are_the_oracles(cfg: ModelConfig, scan: bool) -> None:
     runner = JaxRunner.of_host(loaded, SMALL, backend=Backend(scan_layers=scan))
     runner.warm_up(lambda *_: None)
     runner.poison_pages(range(1, SMALL.num_pages))
+    assert runner.expert_tokens() == ((0,) * cfg.num_experts,) * cfg.num_layers  # warm-up runs padding
     events = serve(runner, SMALL, [request(n, ids, max_tokens=6) for n, ids in enumerate(PROMPTS)])
+    counts = runner.expert_tokens()
     runner.close()
+    assert counts is not None
+    # Every prompt and all but the last sampled token, each to as many experts in every layer.
+    num_run = sum(len(ids) + 5 for ids in PROMPTS) * cfg.experts_per_token
+    assert [sum(layer) for layer in counts] == [num_run] * cfg.num_layers
+    assert all(0 <= count <= num_run for layer in counts for count in layer)
     for number, ids in enumerate(PROMPTS):
         found = ids_of(events[number])
         assert len(found) == 6

@@ -46,17 +46,29 @@ def model_of(name: str, folder: Path) -> LoadedModel:
         pytest.param("qwen3_moe", "expert=2,tensor=2", True, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "expert=4", True, marks=pytest.mark.slow),
         ("gpt_oss", "expert=2,tensor=2", False),
+        ("qwen2_moe", "expert=2,tensor=2", False),
+        pytest.param("qwen2_moe", "expert=4", True, marks=pytest.mark.slow),
+        pytest.param("mixtral", "data=2,expert=2", False, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "data=2,stage=2,expert=2", False, marks=pytest.mark.slow),
     ],
 )
 def test_the_next_tokens_are_as_likely_as_transformers_says(name: str, mesh: str, scan: bool, tmp_path: Path) -> None:
     backend = Backend(device=CPU, mesh=find_mesh(CPU, parse_mesh(mesh)), scan_layers=scan)
-    runner = JaxRunner.of_host(model_of(name, tmp_path), SMALL, backend=backend)
+    model = model_of(name, tmp_path)
+    lanes = backend.mesh_shape.data
+    config = replace(SMALL, num_lanes=lanes, num_slots=4 // lanes, decode_rows=(4 // lanes,))
+    runner = JaxRunner.of_host(model, config, backend=backend)
     runner.warm_up(lambda *_: None)
     ids, logits = tuple(record(name)["ids"]), np.array(record(name)["logits"])
     asks = SamplingParams(temperature=0.0, num_logprobs=20)
     lengths = (1, 9, 17, 30, len(ids))
-    events = serve(runner, SMALL, [request(n, ids[:n], asks, max_tokens=1) for n in lengths])
+    events = serve(runner, config, [request(n, ids[:n], asks, max_tokens=1) for n in lengths])
+    counts = runner.expert_tokens()
     runner.close()
+    assert counts is not None and len(counts) == model.config.num_layers
+    # Every token once in each layer, however many devices it is on; some were found in a lane's prefix cache.
+    (in_layer,) = {sum(layer) for layer in counts}
+    assert len(ids) <= in_layer / model.config.experts_per_token <= sum(lengths)
     for length in lengths:
         (token,) = [event for event in events[length] if isinstance(event, TokenEvent)]
         assert token.logprobs is not None and token.token_id == logits[length - 1].argmax()

@@ -20,7 +20,7 @@ from headrace.model.specs import param_specs
 from headrace.model.weights import Weights
 from headrace.serving.runner.backend import Backend, find_mesh
 from headrace.serving.runner.load import load_placed, placed
-from headrace.serving.runner.placing import Leaf, Sources, put
+from headrace.serving.runner.placing import Inserts, Leaf, Sources, put
 from headrace.sharding.mesh import make_mesh
 from headrace.sharding.mesh_shape import MeshShape, parse_mesh
 from tests.model.test_load_experts import save
@@ -43,8 +43,7 @@ def assert_same(a: Weights[Any], b: Weights[Any]) -> None:
             assert mine.device == theirs.device and np.array_equal(mine.data, theirs.data), path
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("mesh", ["tensor=1", "tensor=4"])
+@pytest.mark.parametrize(("mesh", "scan"), [("tensor=1", False), ("tensor=4", False), ("tensor=4", True)])
 def test_streamed_weights_are_those_of_the_whole_model(tmp_path: Path, mesh: str, scan: bool) -> None:
     """TINY has two key heads, which four devices have twice."""
     path, calls = write_hf(tmp_path, TINY, init_weights(TINY, 1), num_shards=2), []
@@ -83,7 +82,7 @@ def stacked(mesh_shape: MeshShape, rows: int, cut: PartitionSpec, layout: Layout
     per = rows // mesh_shape.stage
     order = [step + part * per for step in range(per) for part in range(mesh_shape.stage)]
     pieces = (put(hosts[row], one.target) for row, one in zip(order, leaf.wanted, strict=True))
-    return leaf.fill(pieces), hosts, place
+    return leaf.fill(pieces, Inserts()), hosts, place
 
 
 @pytest.mark.parametrize(

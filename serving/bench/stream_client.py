@@ -8,8 +8,9 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
+from websockets.typing import Subprotocol
 
-SUBPROTOCOL = "headrace.v1"
+SUBPROTOCOL = Subprotocol("headrace.v1")
 
 Frame = dict[str, Any]
 """One JSON object of the wire."""
@@ -85,6 +86,10 @@ class StreamClient:
         """The history of a stream that the caller creates by ``write``."""
         history = self._live[id] = History(id, time.monotonic())
         return history
+
+    def forget(self, history: History) -> None:
+        """Its frames need not be kept; what still comes for it goes to ``others``."""
+        self._live.pop(history.id, None)
 
     async def cancel(self, id: str) -> None:
         await self._send({"type": "cancel", "id": id}, None)

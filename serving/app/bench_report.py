@@ -1,0 +1,131 @@
+"""What a bench found: a table for a person, and a JSON file with everything that the figures belong to."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.serving.bench.outcome import PERCENTILES, Outcome
+from headrace.serving.bench.workload import Workload
+from headrace.serving.core.errors import ConfigError
+
+FORMAT = "headrace-bench/1"
+LATENCIES = {
+    "first_token": "first token",
+    "inter_token": "between tokens",
+    "whole_answer": "whole answer",
+}
+
+
+def result_of(
+    base: str,
+    api: str,
+    started: str,
+    workload: Workload,
+    contract: dict[str, Any] | None,
+    figures: dict[str, object],
+    outcomes: Sequence[Outcome],
+) -> dict[str, Any]:
+    """contract: ``/v1/contract`` as the server gave it, None for a server that has none."""
+    origin = min((outcome.sent_s for outcome in outcomes), default=0.0)
+
+    def at(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds - origin, 6)
+
+    return {
+        "format": FORMAT,
+        "started": started,
+        "workload": {**asdict(workload), "arrivals": "closed", "hash": workload.hash},
+        "client": {
+            "headrace": version("headrace"),
+            "python": platform.python_version(),
+            "httpx": version("httpx"),
+            "websockets": version("websockets"),
+        },
+        "server": {"url": base, "api": api, "contract": contract},
+        "figures": figures,
+        "requests": [
+            {
+                "index": outcome.index,
+                "sent_s": at(outcome.sent_s),
+                "first_s": at(outcome.first_s),
+                "ended_s": at(outcome.ended_s),
+                "prompt_tokens": outcome.prompt_tokens,
+                "cached_tokens": outcome.cached_tokens,
+                "output_tokens": outcome.output_tokens,
+                "error": outcome.error,
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+def print_table(result: dict[str, Any], console: Console) -> None:
+    """The workload, what it ran on, the figures; a share of failures in words."""
+    work, figures = result["workload"], result["figures"]
+    prompt = f"{work['prompt_words']} words" if work["prompt_words"] else f"{work['prompt_tokens']} ids"
+    console.print(
+        f"{work['requests']} requests in {work['streams']} streams, prompts of {prompt}, {work['max_tokens']} new "
+        f"tokens, temperature {work['temperature']:g}, seed {work['seed']}; workload {work['hash'][:12]}",
+        highlight=False,
+    )
+    console.print(_server_text(result["server"]), highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("ms", "mean", *(f"p{p}" for p in PERCENTILES), "of"):
+        table.add_column(heading, justify="left" if heading == "ms" else "right")
+    for name, text in LATENCIES.items():
+        row = figures[name]
+        if name == "inter_token" and result["server"]["api"] == "openai":
+            text = "between pieces of text"
+        cells = [row["mean_ms"], *(row[f"p{p}_ms"] for p in PERCENTILES)]
+        table.add_row(text, *("-" if cell is None else f"{cell:,.1f}" for cell in cells), f"{row['count']:,}")
+    console.print(table, highlight=False)
+    console.print(
+        f"{figures['output_tokens_per_s']:,.1f} output tokens/s ({figures['output_tokens']:,} in "
+        f"{figures['seconds']:.1f} s), {figures['prompt_tokens']:,} prompt tokens, of which "
+        f"{figures['cached_tokens']:,} were cached, {figures['requests_per_s']:.2f} requests/s",
+        highlight=False,
+    )
+    if figures["failed"]:
+        kinds = ", ".join(f"{count} {code}" for code, count in figures["errors"].items())
+        console.print(f"{figures['failed']} of {figures['requests']} failed: {kinds}", style="red", highlight=False)
+
+
+def _server_text(server: dict[str, Any]) -> str:
+    contract = server["contract"]
+    if contract is None:
+        return f"{server['url']} ({server['api']}), which has no contract: what it runs on is not known"
+    runs, on, versions = (Parts(contract[name]) for name in ("contract", "topology", "versions"))
+    return (
+        f"{server['url']} ({server['api']}): headrace {versions['headrace']}, JAX {versions['jax']}, "
+        f"{on['num_devices']} × {on['platform']}:{on['device_kind']}, mesh {on['mesh']}, link {on['link']}; "
+        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, contract {contract.get('fingerprint')}"
+    )
+
+
+class Parts(dict[str, Any]):
+    """Of a contract: what another version of the server leaves out is not known."""
+
+    def __missing__(self, name: str) -> str:
+        return "not known"
+
+
+def check_writable(path: Path) -> None:
+    """Before a run of minutes. Raises: ConfigError."""
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written: is its directory there, and yours?")
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Raises: ConfigError where it cannot be written."""
+    try:
+        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error

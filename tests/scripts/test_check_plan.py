@@ -1,0 +1,90 @@
+"""How ``check_plan`` judges what a command printed; it compiles nothing here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import check_plan
+from scripts.check_plan import COMMANDS, PUBLIC, Command, Public, check_rows, compare, compare_sums
+
+COMMAND = Command(model="llama-3.1-8b", arguments=())
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    exchanges = [{"what": "sum", "count": 65}, {"what": "draw", "count": 3}]
+    decode = {
+        "seconds": 0.010, "hbm_s": 0.008, "products_s": 0.001, "links_s": 0.002, "weight_bytes": 6.0, "kv_bytes": 2.0,
+        "exchanges": exchanges,
+    }  # fmt: skip
+    memory = {
+        "limit_bytes": 100 << 30, "weights_bytes": 10 << 30, "state_bytes": 0, "temporary_bytes": 1 << 20,
+        "steps_bytes": 0,
+    }  # fmt: skip
+    return {
+        "topology": "v6e:2x2",
+        "mesh": "tensor=4",
+        "misfit": None,
+        "compiled": {"memory": memory, "layer_kv_bytes": 1 << 30},
+        "points": [{"streams": 16, "token_s": 0.012, "decode": decode, "mixed": decode}],
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"misfit": "does not fit: short by 3.00 GiB in weights"}, "should fit"),
+        ({"misfit": "was not compiled: the compiler was ended by SIGABRT"}, "SIGABRT"),
+        ({"compiled": row()["compiled"] | {"layer_kv_bytes": 3 << 30}}, "more than the device has"),
+        ({"compiled": row()["compiled"] | {"layer_kv_bytes": 1 << 20}}, "temporaries of 1048576 bytes"),
+    ],
+)
+def test_what_is_wrong_with_a_row(changes: dict[str, Any], problem: str | None) -> None:
+    found = list(check_rows({"rows": [row(**changes)]}, COMMAND))
+    assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
+
+
+def test_what_is_known_not_to_fit_must_say_so() -> None:
+    command = Command(model="llama-3.1-8b", arguments=(), misfits=True)
+    misfits = {"rows": [row(misfit="does not fit: short by 3.00 GiB in weights")]}
+    assert list(check_rows(misfits, command)) == []
+    assert list(check_rows({"rows": [row()]}, command)) == ["tensor=4 fits, against what is known"]
+
+
+def test_sums_of_a_program_are_set_against_the_plan(tmp_path: Path) -> None:
+    one = '  %a = f32[16,4096]{1,0} all-reduce(%x), metadata={op_name="jit(step)/shard_map/psum"}\n'
+    loop = one.replace("shard_map/psum", "shard_map/while/body/psum")
+    file = tmp_path / "v6e-2x4-tensor=4-decode-16.txt"
+    document = {"rows": [row(mesh="data=2,tensor=4")]}
+    file.write_text("ENTRY %main () -> f32[] {\n" + one + 2 * loop + "}\n")
+    assert compare_sums(file, document, "llama-3.1-8b") == (
+        "tensor=4 decode-16: 65 sums of 16 tokens, 65 planned",
+        True,
+    )
+    file.write_text("ENTRY %main () -> f32[] {\n" + one + loop + "}\n")
+    assert compare_sums(file, document, "llama-3.1-8b")[1] is False
+    assert compare_sums(file, {"rows": [row(misfit="does not fit")]}, "llama-3.1-8b")[1] is True
+
+
+@pytest.mark.parametrize(
+    ("measured_ms", "with_prompts", "off", "is_problem"),
+    [(10.0, False, 0.0, False), (13.0, False, 0.3, False), (6.4, False, -0.36, True), (12.0, True, 0.0, False)],
+)
+def test_rates_are_compared(measured_ms: float, with_prompts: bool, off: float, is_problem: bool) -> None:
+    public = Public(
+        name="a", command=0, mesh="tensor=4", streams=16, token_ms=measured_ms, source="b", with_prompts=with_prompts
+    )
+    found = compare(public, {"rows": [row()]})
+    assert found["off"] == pytest.approx(off) and found["problem"] is is_problem
+    assert found["terms"]["weights_ms"] == pytest.approx(6.0) and found["terms"]["kv_ms"] == pytest.approx(2.0)
+
+
+def test_every_comparison_names_a_command_with_its_mesh() -> None:
+    for public in PUBLIC:
+        arguments = COMMANDS[public.command].arguments
+        assert public.mesh in arguments
+        most = int(arguments[arguments.index("--max-streams") + 1])
+        assert public.streams <= most
+    assert sum(public.outside is None for public in PUBLIC) >= 4
+    assert check_plan.WITHIN == 0.35
