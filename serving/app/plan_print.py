@@ -67,15 +67,23 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _print_slice(rows: Sequence[PlanRow], console: Console) -> None:
-    fitting = [row for row in rows if row.misfit is None]
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("mesh")
-    for row in fitting:
-        table.add_column(row.mesh, justify="right", no_wrap=True)
-    for name, *cells in zip(SHOWN_ROWS, *map(_cells, fitting), strict=True):
-        table.add_row(name, *cells)
-    if fitting:
+    columns = [(row.mesh, *_cells(row)) for row in rows if row.misfit is None]
+    names = ("mesh", *SHOWN_ROWS)
+    while columns:
+        taken, width = 0, max(map(len, names))
+        for column in columns:
+            width += 2 + max(len(line) for cell in column for line in cell.split("\n"))
+            if taken and width > console.width:
+                break
+            taken += 1
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        for _ in columns[:taken]:
+            table.add_column(justify="right", no_wrap=True)
+        for name, *cells in zip(names, *columns[:taken], strict=True):
+            table.add_row(name, *cells)
         console.print(table, highlight=False)
+        columns = columns[taken:]
     for row in rows:
         if row.misfit is not None:
             console.print(f"{row.mesh}: {row.misfit}", highlight=False, style="yellow")
@@ -96,8 +104,8 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         f"{copies}{point.streams}",
         f"{cost.flops / 1e9:,.0f} G",
         f"{cost.weight_bytes / 1e9:.2f} + {cost.kv_bytes / 1e9:.2f} GB",
-        "; ".join(_sums(exchange) for exchange in _large(cost)) or "none",
-        "; ".join(f"{x.count * x.link_bytes / 1e6:.1f} MB" for x in _large(cost)) or "none",
+        "\n".join(_sums(exchange) for exchange in _large(cost)) or "none",
+        "\n".join(f"{x.count * x.link_bytes / 1e6:.1f} MB" for x in _large(cost)) or "none",
         _ms(cost.hbm_s),
         _ms(cost.products_s),
         _ms(cost.links_s),
@@ -116,7 +124,7 @@ def _large(cost: StepCost) -> list[Exchange]:
 
 
 def _sums(exchange: Exchange) -> str:
-    what = "to the next " if exchange.what is ExchangeKind.SEND else ""
+    what = "to next " if exchange.what is ExchangeKind.SEND else ""
     axes = "+".join(exchange.axes)
     return f"{what}{axes} {exchange.group}: {exchange.count} x {exchange.size_bytes / 1e3:.0f} kB"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scripts import check_plan
-from scripts.check_plan import COMMANDS, PUBLIC, Command, Public, check_rows, compare, compare_sums
+from scripts.check_plan import COMMANDS, PUBLIC, Command, Public, check_rows, compare, compare_sums, largest_made
 
 COMMAND = Command(model="llama-3.1-8b", arguments=())
 
@@ -37,19 +37,27 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"misfit": "does not fit: short by 3.00 GiB in weights"}, "should fit"),
         ({"misfit": "was not compiled: the compiler was ended by SIGABRT"}, "SIGABRT"),
         ({"compiled": row()["compiled"] | {"layer_kv_bytes": 3 << 30}}, "more than the device has"),
-        ({"compiled": row()["compiled"] | {"layer_kv_bytes": 1 << 20}}, "temporaries of 1048576 bytes"),
+        ({"compiled": row()["compiled"] | {"layer_kv_bytes": 1 << 20}}, "a temporary of 1048576 bytes"),
     ],
 )
 def test_what_is_wrong_with_a_row(changes: dict[str, Any], problem: str | None) -> None:
-    found = list(check_rows({"rows": [row(**changes)]}, COMMAND))
+    found = list(check_rows({"rows": [row(**changes)]}, COMMAND, {}))
     assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
 
 
-def test_what_is_known_not_to_fit_must_say_so() -> None:
-    command = Command(model="llama-3.1-8b", arguments=(), misfits=True)
-    misfits = {"rows": [row(misfit="does not fit: short by 3.00 GiB in weights")]}
-    assert list(check_rows(misfits, command)) == []
-    assert list(check_rows({"rows": [row()]}, command)) == ["tensor=4 fits, against what is known"]
+def test_one_of_many_meshes_must_fit() -> None:
+    command = Command(model="llama-3.1-8b", arguments=(), may_misfit=True)
+    misfit = row(misfit="does not fit: short by 3.00 GiB in weights")
+    assert list(check_rows({"rows": [misfit, row()]}, command, {})) == []
+    assert list(check_rows({"rows": [misfit]}, command, {})) == ["no mesh fits"]
+
+
+def test_where_little_kv_fits_the_largest_array_counts() -> None:
+    little = {"rows": [row(compiled=row()["compiled"] | {"layer_kv_bytes": 1 << 20})]}
+    made = "  %a = f32[16,4096]{1,0} add(%x, %y)\n  %b = f32[9999,4096]{1,0:S(1)} add(%x, %y)\n"
+    text = "ENTRY %main () -> f32[] {\n" + made + "}\n"
+    assert largest_made(text) == 16 * 4096 * 4
+    assert list(check_rows(little, COMMAND, {"tensor=4": largest_made(text)})) == []
 
 
 def test_sums_of_a_program_are_set_against_the_plan(tmp_path: Path) -> None:

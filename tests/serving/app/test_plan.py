@@ -309,6 +309,13 @@ def test_a_table_of_a_slice_has_a_column_for_each_mesh(capsys: pytest.CaptureFix
     assert json.loads(plan_json(plan_of(made)))["rows"][0]["compiled"]["code_bytes"]["decode-16"] is None
 
 
+def test_columns_that_do_not_fit_go_below(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("v6e:2x4", mesh, (8, 0.004)) for mesh in ("tensor=8", "expert=2,tensor=4", "expert=4,tensor=2")]
+    print_plan(plan_of(*rows), Console(width=80))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mesh")]
+    assert lines == [["mesh", "tensor=8", "expert=2,tensor=4"], ["mesh", "expert=4,tensor=2"]]
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_slice_of_every_chip_has_a_name(chip: str) -> None:
     of = CHIPS[chip]
