@@ -17,6 +17,7 @@ TESTS = (
     "tests/e2e/test_mesh.py",
     "tests/serving/runner/test_checkpoint.py",
     "tests/serving/runner/test_int8_steps.py",
+    "tests/numerics/test_golden_on_meshes.py",
 )
 
 

@@ -43,13 +43,22 @@ def model_of(name: str, folder: Path) -> LoadedModel:
     ("name", "mesh", "scan"),
     [
         ("mixtral", "expert=4", False),
-        pytest.param("qwen3_moe", "expert=2,tensor=2", True, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "expert=4", True, marks=pytest.mark.slow),
         ("gpt_oss", "expert=2,tensor=2", False),
         ("qwen2_moe", "expert=2,tensor=2", False),
-        pytest.param("qwen2_moe", "expert=4", True, marks=pytest.mark.slow),
-        pytest.param("mixtral", "data=2,expert=2", False, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", "data=2,stage=2,expert=2", False, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, mesh, scan, marks=pytest.mark.slow)
+            for name, mesh, scan in (
+                ("mixtral", "expert=2,tensor=2", True),
+                ("mixtral", "data=2,expert=2", False),
+                ("qwen3_moe", "expert=4", False),
+                ("qwen3_moe", "expert=2,tensor=2", True),
+                ("qwen3_moe", "data=2,expert=2", False),
+                ("gpt_oss", "expert=4", True),
+                ("gpt_oss", "data=2,expert=2", False),
+                ("qwen2_moe", "expert=4", True),
+                ("qwen2_moe", "data=2,stage=2,expert=2", False),
+            )
+        ),
     ],
 )
 def test_the_next_tokens_are_as_likely_as_transformers_says(name: str, mesh: str, scan: bool, tmp_path: Path) -> None:
