@@ -224,7 +224,8 @@ class Engine:
             if output is not None:
                 was_busy = True
                 self._last_step_id = output.step_id
-                self._emit(output.events, [], self._experts_if_due())
+                self._emit(output.events, [])
+                self._report_experts()
             waited_s = self._loop.blocked_seconds - blocked_before_s
             self._host_seconds += self._clock.now_s() - started_s - waited_s
             if was_busy and self._loop.is_idle:
@@ -252,24 +253,27 @@ class Engine:
             self._emit(events, refused)
         return bool(commands.submits or events)
 
-    def _experts_if_due(self) -> ExpertTokens | None:
+    def _report_experts(self) -> None:
+        """If it is due; behind the step's tokens, which need not wait for the reading."""
         now_s = self._clock.now_s()
         if now_s - self._experts_read_s < EXPERT_READ_S:
-            return None
+            return
         self._experts_read_s = now_s
-        return self._loop.expert_tokens()
+        expert_tokens = self._loop.expert_tokens()
+        if expert_tokens is not None:
+            self._outlet.send(self._stats(expert_tokens=expert_tokens))
 
     def _stats(self, *, nonce: int | None = None, expert_tokens: ExpertTokens | None = None) -> Stats:
         return self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
 
-    def _emit(self, events: list[Event], refused: list[Refused], expert_tokens: ExpertTokens | None = None) -> None:
+    def _emit(self, events: list[Event], refused: list[Refused]) -> None:
         self._outlet.send(
             Step(
                 step_id=self._last_step_id,
                 tokens=tuple(e for e in events if isinstance(e, TokenEvent)),
                 finished=tuple(e for e in events if isinstance(e, Finished)),
                 refused=tuple(refused),
-                stats=self._stats(expert_tokens=expert_tokens),
+                stats=self._stats(),
             )
         )
 

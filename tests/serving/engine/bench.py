@@ -152,6 +152,7 @@ def expected_ids(r: Request) -> list[int]:
 
 
 def close_when_idle(edge: FakeEdge) -> None:
-    """The Stats frame comes when the engine is idle."""
-    if isinstance(edge.messages[-1], Stats) and edge.messages[-1].nonce is None:
+    """A Stats frame comes when the engine is idle; others answer a probe or tell the experts' load."""
+    last = edge.messages[-1]
+    if isinstance(last, Stats) and last.nonce is None and last.running == last.waiting == 0:
         edge.inbox.close()

@@ -11,7 +11,7 @@ from headrace.serving.core.request import (
     RejectionReason,
     RequestId,
 )
-from headrace.serving.engine.messages import Stats
+from headrace.serving.engine.messages import Stats, Step
 from tests.serving.engine.bench import (
     DEVICE_S,
     HOST_S,
@@ -175,16 +175,16 @@ def test_probes_are_answered_idle_and_busy() -> None:
     bench.inbox.probe(11)
 
     def script(edge: FakeEdge) -> None:
-        last = edge.messages[-1]
         if len(edge.messages) == 1:
             edge.inbox.submit(request(1))
         elif len(edge.messages) == 3:
             edge.inbox.probe(12)
-        elif isinstance(last, Stats) and last.nonce is None:
-            edge.inbox.close()
+        else:
+            close_when_idle(edge)
 
     edge = bench.run(script)
-    assert [m.nonce for m in edge.messages if isinstance(m, Stats)] == [11, 12, None]
+    answers = [m for m in edge.messages if isinstance(m, Stats) and m.nonce is not None]
+    assert [(m.nonce, m.running) for m in answers] == [(11, 0), (12, 1)]
 
 
 def test_an_edge_that_is_gone_ends_the_loop_though_requests_run() -> None:
@@ -210,6 +210,15 @@ def test_events_and_stats_do_not_depend_on_overlap() -> None:
     assert outcomes[0] == outcomes[1]
 
 
+def reported(edge: FakeEdge) -> list[bool]:
+    """Of each step: whether the experts' load follows its tokens, which do not wait for it."""
+    assert all(step.stats.expert_tokens is None for step in edge.steps)
+    pairs = zip(edge.messages, edge.messages[1:], strict=False)
+    return [
+        isinstance(after, Stats) and after.expert_tokens is not None for step, after in pairs if isinstance(step, Step)
+    ]
+
+
 def test_the_experts_load_comes_when_idle_and_once_a_second_while_steps_run() -> None:
     bench = Bench()
     bench.inbox.submit(request(1, num_prompt=6, max_tokens=5))
@@ -220,7 +229,7 @@ def test_the_experts_load_comes_when_idle_and_once_a_second_while_steps_run() ->
     ran = [(7 + i) % 64 for i in range(6)] + expected_ids(request(1))[:-1]
     for layer, counts in enumerate(last.expert_tokens):
         assert counts == tuple(sum((token + layer) % NUM_EXPERTS == expert for token in ran) for expert in range(8))
-    assert [step.stats.expert_tokens is None for step in edge.steps] == [False] * len(edge.steps)  # of 2 s each
+    assert reported(edge) == [True] * len(edge.steps)  # of 2 s each
 
 
 def test_fast_steps_do_not_wait_for_the_experts_load() -> None:
@@ -228,9 +237,9 @@ def test_fast_steps_do_not_wait_for_the_experts_load() -> None:
     bench.runner.step_s = 0.3
     bench.inbox.submit(request(1, num_prompt=6, max_tokens=20))
     edge = bench.run(close_when_idle)
-    reported = [step.stats.expert_tokens is not None for step in edge.steps]
-    assert len(reported) == 20 and 4 <= sum(reported) <= 12
-    assert not any(first and second for first, second in zip(reported, reported[1:], strict=False))
+    found = reported(edge)
+    assert len(found) == 20 and 4 <= sum(found) <= 12
+    assert not any(first and second for first, second in zip(found, found[1:-1], strict=False))
 
 
 def test_counters_that_cannot_be_read_end_no_request() -> None:
@@ -239,7 +248,7 @@ def test_counters_that_cannot_be_read_end_no_request() -> None:
     bench.inbox.submit(request(1))
     edge = bench.run(close_when_idle)
     assert edge.ids(1) == expected_ids(request(1))
-    assert all(step.stats.expert_tokens is None for step in edge.steps)
+    assert reported(edge) == [False] * len(edge.steps)
 
 
 def test_a_frame_without_the_experts_load_keeps_the_one_before() -> None:
