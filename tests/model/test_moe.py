@@ -189,9 +189,10 @@ def test_a_step_counts_its_real_tokens_in_each_layer() -> None:
     assert np.asarray(moe.real_tokens(inputs.meta, inputs.token_T.size)).tolist() == (
         [False, True] + [True] * 13 + [False] * 19
     )
-    *_, load_LE = forward_counting(weights, inputs, new_pool(cfg), cfg)
+    count = jax.jit(functools.partial(forward_counting, cfg=cfg))
+    *_, load_LE = count(weights, inputs, new_pool(cfg))
     assert load_LE.shape == (2, 8) and load_LE.sum(axis=1).tolist() == [28, 28]
-    *_, stacked_LE = forward_counting(stack_layers(weights), inputs, new_pool(cfg), cfg)
+    *_, stacked_LE = count(stack_layers(weights), inputs, new_pool(cfg))
     assert np.array_equal(stacked_LE, load_LE)
     assert (
         jax.eval_shape(functools.partial(forward_counting, cfg=TINY), init_weights(TINY, 3), inputs, new_pool(TINY))[2]
