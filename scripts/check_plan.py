@@ -31,6 +31,8 @@ LIMIT_S = 600.0
 AT_ONCE = 2
 """Each compiles two programs at once, of which one takes longer."""
 WITHIN = 0.35
+ROW_TILE = 256
+"""Rows of experts are padded to whole tiles of at most so many."""
 INT8 = ("--weights", "int8", "--kv", "int8")
 Document = dict[str, Any]
 """What ``headrace plan --json`` prints."""
@@ -262,11 +264,20 @@ def check_rows(document: Document, command: Command, made: Mapping[str, int]) ->
         kv = compiled["layer_kv_bytes"] * published_config(command.model).num_layers
         if fixed + kv > memory["limit_bytes"]:
             yield f"{row['mesh']}: {fixed} bytes and {kv} of KV are more than the device has"
-        layer = compiled["layer_kv_bytes"]
+        # Where hardly any KV fits, it is less than the step's own activations.
+        layer = max(compiled["layer_kv_bytes"], largest_activation(command.model, compiled["code_bytes"]))
         # All temporaries together, or where little KV fits the largest array.
         largest = min(memory["temporary_bytes"], made.get(_undivided(row["mesh"]), memory["temporary_bytes"]))
         if largest >= layer:
-            yield f"{row['mesh']}: a temporary of {largest} bytes, a layer's KV is {layer}"
+            yield f"{row['mesh']}: a temporary of {largest} bytes, a layer's KV or the activations are {layer}"
+
+
+def largest_activation(model: str, programs: Mapping[str, object]) -> int:
+    """One byte more than the rows that experts get, in float32, of the largest program, such as mixed-16+512."""
+    cfg = published_config(model)
+    tokens = max(sum(map(int, name.partition("-")[2].split("+"))) for name in programs)
+    rows = -(-tokens * max(cfg.experts_per_token, 1) // ROW_TILE) * ROW_TILE
+    return 4 * rows * cfg.width + 1
 
 
 def compare_sums(program: Path, document: Document, model: str) -> tuple[str, bool]:
