@@ -65,7 +65,7 @@ def step_of(stages: int, rows: int) -> Callable[[], Any]:
     fields.page_table_ZM[:] = 1 + np.arange(rows * pages).reshape(rows, pages)
 
     def run() -> None:
-        *kept[:], result = program(weights, *kept, packed)
+        *kept[:], _, result = program(weights, *kept, None, packed)
         result.block_until_ready()
 
     run()
