@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from scripts import check_plan
-from scripts.check_plan import COMMANDS, PUBLIC, Command, Public, check_rows, compare, compare_sums, largest_made
+from scripts.check_plan import (
+    COMMANDS,
+    PUBLIC,
+    Command,
+    Public,
+    check_rows,
+    compare,
+    compare_sums,
+    largest_activation,
+    largest_made,
+)
 
 COMMAND = Command(model="llama-3.1-8b", arguments=())
 
@@ -18,14 +28,14 @@ def row(**changes: Any) -> dict[str, Any]:
         "exchanges": exchanges,
     }  # fmt: skip
     memory = {
-        "limit_bytes": 100 << 30, "weights_bytes": 10 << 30, "state_bytes": 0, "temporary_bytes": 1 << 20,
+        "limit_bytes": 100 << 30, "weights_bytes": 10 << 30, "state_bytes": 0, "temporary_bytes": 8 << 20,
         "steps_bytes": 0,
     }  # fmt: skip
     return {
         "topology": "v6e:2x2",
         "mesh": "tensor=4",
         "misfit": None,
-        "compiled": {"memory": memory, "layer_kv_bytes": 1 << 30},
+        "compiled": {"memory": memory, "layer_kv_bytes": 1 << 30, "code_bytes": {"decode-16": None}},
         "points": [{"streams": 16, "token_s": 0.012, "decode": decode, "mixed": decode}],
     } | changes
 
@@ -37,7 +47,7 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"misfit": "does not fit: short by 3.00 GiB in weights"}, "should fit"),
         ({"misfit": "was not compiled: the compiler was ended by SIGABRT"}, "SIGABRT"),
         ({"compiled": row()["compiled"] | {"layer_kv_bytes": 3 << 30}}, "more than the device has"),
-        ({"compiled": row()["compiled"] | {"layer_kv_bytes": 1 << 20}}, "a temporary of 1048576 bytes"),
+        ({"compiled": row()["compiled"] | {"layer_kv_bytes": 1 << 20}}, "a temporary of 8388608 bytes"),
     ],
 )
 def test_what_is_wrong_with_a_row(changes: dict[str, Any], problem: str | None) -> None:
@@ -96,3 +106,9 @@ def test_every_comparison_names_a_command_with_its_mesh() -> None:
         assert public.streams <= most
     assert sum(public.outside is None for public in PUBLIC) >= 4
     assert check_plan.WITHIN == 0.35
+
+
+def test_activations_are_those_of_the_experts_rows_in_whole_tiles() -> None:
+    """2,112 rows of four experts a token are nine tiles."""
+    assert largest_activation("gpt-oss-120b", {"decode-16": 1, "mixed-16+512": 1}) == 4 * 9 * 256 * 2880 + 1
+    assert largest_activation("llama-3.1-8b", {"decode-16": 1}) == 4 * 256 * 4096 + 1
