@@ -15,8 +15,9 @@ from pathlib import Path
 
 import httpx
 
-from headrace.serving.bench.stream_client import History, StreamClient
+from headrace.serving.bench.stream_client import StreamClient
 from scripts import evidence
+from scripts.check_faults import start_streams
 from tests.host_processes import SMALL, Hosts, end, options_of, serving, start_host, write_model
 from tests.live import start_server
 
@@ -50,20 +51,12 @@ def one_process(folder: Path, model: Path, mesh: str) -> list[list[int]]:
         server.stop()
 
 
-async def start_streams(client: StreamClient, max_tokens: int) -> list[History]:
-    body = {"prompt": "The river turns the wheel and", "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-    histories = [await client.create(f"s{i}", "completion", body) for i in range(NUM_STREAMS)]
-    while not any(history.of_type("delta") for history in histories):
-        await asyncio.sleep(0.02)
-    return histories
-
-
 async def hit(
     hosts: Hosts, rank: int, sign: signal.Signals, *, command: bool = False, times: int = 1
 ) -> dict[str, object]:
     """Send a signal to a rank's engine, or to the command that started it, while streams run."""
     async with StreamClient(hosts.server.stream_url) as client:
-        histories = await start_streams(client, 900)
+        histories = await start_streams(client, 900, count=NUM_STREAMS, running=1)
         hit_s = time.monotonic()
         for _ in range(times):
             if command:
@@ -101,7 +94,7 @@ def last_error(log: Path) -> str:
 async def drain(hosts: Hosts) -> dict[str, object]:
     """SIGTERM to every rank at once, as a launcher would: rank 0 drains, the others wait for it."""
     async with StreamClient(hosts.server.stream_url) as client:
-        histories = await start_streams(client, 200)
+        histories = await start_streams(client, 200, count=NUM_STREAMS, running=1)
         for process in (*(other.process for other in hosts.others), hosts.server.process):
             process.send_signal(signal.SIGTERM)
         await asyncio.gather(*(h.ended.wait() for h in histories))

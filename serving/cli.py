@@ -144,17 +144,26 @@ def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[
     options = (
         *_compute_options(),
         memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
-        memory("--max-streams", type=int, default=max_streams, help="Requests that generate at the same time."),
+        memory(
+            "--max-streams",
+            type=int,
+            default=max_streams,
+            help="Requests that generate at the same time, shared out among copies of the model.",
+        ),
         memory(
             "--page-size",
             type=int,
             help="Tokens in a page of KV memory.  [default: 16 on CPU; 64 on GPU; 64 on TPU, 128 with 8-bit KV]",
         ),
-        memory("--pages", type=int, help="Pages of KV memory.  [default: what --kv-memory or the device holds]"),
+        memory(
+            "--pages",
+            type=int,
+            help="Pages of KV memory, of each copy of the model.  [default: what --kv-memory or the device holds]",
+        ),
         memory(
             "--kv-memory",
             type=ByteSize(),
-            help="Bytes of KV memory, such as 2GiB.  [default on CPU: --max-streams contexts, at most 1GiB]",
+            help="Bytes of KV memory of each copy, such as 2GiB.  [default on CPU: its streams' contexts, up to 1GiB]",
         ),
         memory(
             "--memory-fraction",

@@ -14,8 +14,8 @@ MAX_SERIES = 1024
 20, on two cores with other work). Models with more (gpt-oss-120b has 4,608) have the imbalance of each layer only."""
 
 
-class ExpertReports(Protocol):
-    """What is asked of the engine."""
+class EngineReports(Protocol):
+    """What counters are told of the engine."""
 
     @property
     def state(self) -> EngineState: ...
@@ -35,7 +35,7 @@ class ExpertLoad:
         self._base: ExpertTokens = ()
         self._last: ExpertTokens = ()
 
-    def update(self, engine: ExpertReports) -> None:
+    def update(self, engine: EngineReports) -> None:
         if engine.state is EngineState.DEAD or engine.ready_info is None:
             return
         if engine.num_restarts != self._epoch:

@@ -16,10 +16,9 @@ from prometheus_client.samples import Sample
 
 from headrace.serving.core.request import FinishReason
 from headrace.serving.edge.errors import ERROR_TABLE, ErrorCode
-from headrace.serving.edge.expert_metrics import ExpertLoad
+from headrace.serving.edge.expert_metrics import EngineReports, ExpertLoad
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.engine.lifecycle import EngineState
-from headrace.serving.engine.messages import Ready, Stats
 
 OWN = "headrace_"
 VLLM = "vllm:"
@@ -36,19 +35,11 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
 
 
-class EngineView(Protocol):
+class EngineView(EngineReports, Protocol):
     """Live state of the engine as the metrics read it."""
 
     @property
-    def state(self) -> EngineState: ...
-    @property
-    def ready_info(self) -> Ready | None: ...
-    @property
-    def stats(self) -> Stats: ...
-    @property
     def in_flight(self) -> int: ...
-    @property
-    def num_restarts(self) -> int: ...
 
 
 ENGINE_COUNTERS: tuple[tuple[str, str, str, bool], ...] = (
@@ -72,7 +63,7 @@ class _Carry:
         self._last: dict[str, float] = {}
         self._base: dict[str, float] = {}
 
-    def update(self, engine: EngineView) -> None:
+    def update(self, engine: EngineReports) -> None:
         if engine.state is EngineState.DEAD or engine.ready_info is None:
             return
         stats, fresh = engine.stats, engine.num_restarts != self._epoch
