@@ -59,8 +59,8 @@ def least_service_s(sequence: Sequence, tenancies: Tenancies) -> float:
 
 
 def refuse_late(sequence: Sequence, tenancies: Tenancies, now_s: float) -> Rejection | None:
-    """A request that is not submitted yet, and cannot be done by its deadline even if all goes well: behind its tenant's
-    own requests of its class or higher, which wait already, and at the measured times of steps."""
+    """A request that is not submitted yet, and cannot be done by its deadline even if all goes well: behind those of
+    its tenant, of its class or higher, that wait already, and at the measured times of steps."""
     deadline_ms = sequence.request.deadline_ms
     if deadline_ms is None:
         return None
@@ -71,7 +71,7 @@ def refuse_late(sequence: Sequence, tenancies: Tenancies, now_s: float) -> Rejec
     return Rejection(
         reason=RejectionReason.DEADLINE,
         param="deadline_ms",
-        message=f"deadline_ms is {deadline_ms:g}, but by measured times the request waits about {1e3 * wait_s:.0f} ms and "
-        f"then takes {1e3 * service_s:.0f} ms or more; allow more time, or shorten prompt or max_tokens",
+        message=f"deadline_ms is {deadline_ms:g}, but by measured times the request waits about {1e3 * wait_s:.0f} ms "
+        f"and then takes {1e3 * service_s:.0f} ms or more; allow more time, or shorten prompt or max_tokens",
         retry_after_ms=None if 1e3 * service_s > deadline_ms else max(1, int(1e3 * wait_s)),
     )

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 from headrace.serving.core.errors import InvariantError
 
-
 STALE_TURNS = 8
-"""A cached page that was not used while so many times the pool's pages became cached has lost the protection of its owner's share.
-"""
+"""A cached page that was not used while so many times the pool's pages became cached has lost the protection of its
+owner's share."""
 
 
 class PagePool:

@@ -17,8 +17,8 @@ from headrace.serving.core.sequence import Sequence, num_pages_for
 POLICY_VERSION = 3
 
 MAX_PAGE_PREEMPTIONS = 2
-"""After so many preemptions for pages a request is admitted only with its worst case set aside, and not for pages again.
-"""
+"""After so many preemptions for pages a request is admitted only with its worst case set aside, and so never again
+preempted for pages."""
 MAX_YIELDS = 2
 """So often a request yields its slot to another tenant or a higher class."""
 MAX_PREEMPTIONS = MAX_PAGE_PREEMPTIONS + MAX_YIELDS
@@ -124,8 +124,8 @@ def must_guard(candidate: Sequence, running: Iterable[Sequence], *, page_size: i
 
 
 def guard_fits(candidate: Sequence, running: Iterable[Sequence], *, page_size: int, num_usable: int) -> bool:
-    """Whether the worst cases of a guarded candidate and of the guarded of its lane fit together. Those always get their
-    pages, since all others can be preempted; so they run to their ends."""
+    """Whether the worst cases of a guarded candidate and of the guarded of its lane fit together. Those always get
+    their pages, since all others can be preempted; so they run to their ends."""
     guarded = sum(worst_case_pages(s, page_size) for s in running if s.is_guarded)
     return guarded + worst_case_pages(candidate, page_size) <= num_usable
 
@@ -145,12 +145,13 @@ def preemption_action(
 ) -> PreemptionAction:
     """What becomes of the KV of num_tokens positions in num_pages pages.
 
-    AUTO: the cheaper of computing them again (token_ms each, 0 = not measured: then swap) and of two copies of each page.
-    Without host pages enough, or with nothing to keep, they are computed again.
+    AUTO: the cheaper of computing them again (token_ms each, 0 = not measured: then swap) and of two copies of each
+    page (page_ms, 0 = not measured: SWAP_PAGE_MS). Without host pages enough, or with nothing to keep, they are
+    computed again.
     """
     if policy is PreemptionPolicy.RECOMPUTE or num_tokens == 0 or num_pages > num_host_free:
         return PreemptionAction.RECOMPUTED
-    is_dearer = token_ms > 0 and 2 * num_pages * page_ms > num_tokens * token_ms
+    is_dearer = token_ms > 0 and 2 * num_pages * (page_ms or SWAP_PAGE_MS) > num_tokens * token_ms
     if policy is PreemptionPolicy.AUTO and is_dearer:
         return PreemptionAction.RECOMPUTED
     return PreemptionAction.SWAPPED

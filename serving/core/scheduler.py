@@ -129,8 +129,8 @@ class Scheduler:
         )
 
     def preempt(self, request_id: RequestId, now_s: float) -> list[Event]:
-        """Send a running request back to the queue: for tests and simulation. One that waits, that cannot be swapped out
-        in deterministic mode, or that is unknown is left alone."""
+        """Send a running request back to the queue: for tests and simulation. One that waits, that is unknown, or that
+        deterministic mode cannot swap out is left alone."""
         sequence = self._live.get(request_id)
         if sequence is None or sequence.slot is None or not self._tenancies.can_preempt(sequence):
             return []

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
 from headrace.serving.core.plan import SampledToken, StepPlan, StepResult
-from headrace.serving.core.policy import MAX_OPTIMISTIC_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PREEMPTIONS
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
 from headrace.serving.core.request import CancelReason, FinishReason, RejectionReason, Request, RequestId
 from headrace.serving.core.scheduler import NON_FINITE, Scheduler
@@ -32,6 +32,10 @@ class Model(Protocol):
 
     def poison(self, page: int) -> None:
         """The page is free now: a later read of what it holds is an error."""
+        ...
+
+    def poison_host(self, host_page: int) -> None:
+        """The same for a host page."""
         ...
 
 
@@ -127,6 +131,7 @@ class Simulation:
             if tick == self._tick:
                 self._submit(request)
         self._cancel()
+        self._take(scheduler.expire(self._now_s))
         plan = scheduler.plan_step(self._now_s)
         if plan is not None:
             self._check_plan(plan)
@@ -163,7 +168,8 @@ class Simulation:
                 log = self._logs.get(request_id)
                 is_live = log is not None and log.finished is None
                 events = self._scheduler.cancel(request_id, CancelReason.CLIENT, self._now_s)
-                self._require(len(events) == is_live, "a cancel must end a live request, and do nothing else")
+                ends = sum(isinstance(event, Finished) for event in events)
+                self._require(ends == is_live, "a cancel must end a live request, and do nothing else")
                 self._take(events)
                 self._after_event()
 
@@ -205,6 +211,8 @@ class Simulation:
         for lane in scheduler.lanes:
             for page in lane.memory.pool.free_pages:
                 self._model.poison(page)
+            for page in lane.host.free_pages:
+                self._model.poison_host(page)
         self._require(
             scheduler.stats().running <= config.num_lanes * config.num_slots, "more sequences run than there are slots"
         )
@@ -255,7 +263,7 @@ class Simulation:
             finished.prompt_tokens == len(request.prompt_ids) and finished.completion_tokens == len(tokens),
             f"{name} has wrong usage",
         )
-        self._require(times.preemptions <= MAX_OPTIMISTIC_PREEMPTIONS, f"{name} was preempted too often")
+        self._require(times.preemptions <= MAX_PREEMPTIONS, f"{name} was preempted too often")
         self._require(min(times.queue_ms, times.prefill_ms, times.decode_ms) >= 0, f"{name} has a negative time")
 
     def _check_end(self) -> None:
@@ -279,8 +287,7 @@ class Simulation:
         """By then all must have ended: all requests one after the other, each recomputed as often as may be."""
         chunk = self._world.config.chunk_tokens
         steps = sum(
-            (MAX_OPTIMISTIC_PREEMPTIONS + 1)
-            * (-(-(len(r.prompt_ids) + r.stop.max_tokens) // chunk) + r.stop.max_tokens + 4)
+            (MAX_PREEMPTIONS + 1) * (-(-(len(r.prompt_ids) + r.stop.max_tokens) // chunk) + r.stop.max_tokens + 4)
             for _, r in self._world.arrivals
         )
         return self._last_scheduled() + 2 * steps

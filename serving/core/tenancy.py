@@ -11,7 +11,7 @@ from headrace.serving.core.events import Event, Preempted, PreemptionAction, Pre
 from headrace.serving.core.fair_share import FairShare
 from headrace.serving.core.lane import Lane, make_lanes
 from headrace.serving.core.plan import PageCopy, SlotRef
-from headrace.serving.core.policy import arrival_rank, preemption_action
+from headrace.serving.core.policy import arrival_rank, preemption_action, worst_case_pages
 from headrace.serving.core.prefix_cache import PageHash
 from headrace.serving.core.sequence import Sequence, num_pages_for
 from headrace.serving.core.step_cost import StepCost
@@ -82,12 +82,13 @@ class Tenancies:
         return slot, self._bring_back(sequence, lane)
 
     def can_preempt(self, sequence: Sequence) -> bool:
-        """In deterministic mode only what can be swapped out."""
+        """In deterministic mode only what can be swapped out, and leaves host pages for all that run unguarded."""
         if not self.config.deterministic:
             return True
-        return num_pages_for(self._tokens_to_keep(sequence), self.config.page_size) <= (
-            self.lane_of(sequence).host.num_free
-        )
+        lane, size = self.lane_of(sequence), self.config.page_size
+        others = [s for s in self.running_in(lane) if not s.is_guarded and s is not sequence]
+        num_spoken_for = sum(worst_case_pages(s, size) for s in others)
+        return num_pages_for(self._tokens_to_keep(sequence), size) + num_spoken_for <= lane.host.num_free
 
     def preempt(self, sequence: Sequence, reason: PreemptionReason, now_s: float) -> None:
         """Back to its place in the queue with its known outputs; its KV goes to the host, or is computed again.

@@ -55,10 +55,10 @@ def test_least_recently_used_follows_the_order_of_the_last_release() -> None:
         pool.publish(page)
     for page in (second, first, third):
         pool.release(page)
-    assert pool.least_recently_used() == second
+    assert pool.next_evicted() == second
     pool.retain(second)
     pool.release(second)
-    assert pool.least_recently_used() == first
+    assert pool.next_evicted() == first
 
 
 @pytest.mark.parametrize("action", ["retain", "release", "publish", "unpublish"])
