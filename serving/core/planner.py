@@ -17,6 +17,7 @@ from headrace.serving.core.policy import (
     keeps_a_slot,
     level_of,
     must_guard,
+    page_turn,
     pages_to_keep_free,
     pick_class_victim,
     pick_fairness_victim,
@@ -76,7 +77,7 @@ class Planner:
 
     def _plan_decode(self, draft: Draft, now_s: float) -> None:
         """One token for every decoding sequence that has, or gets, a page for it; in turn."""
-        for sequence in sorted(self._tenancies.running, key=running_turn):
+        for sequence in sorted(self._tenancies.running, key=page_turn):
             if sequence.wants_decode and self._make_room(sequence, draft, now_s) and sequence.slot is not None:
                 draft.add_decode(sequence, sequence.slot)
 

@@ -50,8 +50,13 @@ def waiting_turn(sequence: Sequence, now_s: float, aging_s: float) -> Turn:
 
 
 def running_turn(sequence: Sequence) -> Turn:
-    """Order of those who run, for pages and prefill; the class stays that of the admission."""
+    """Order of those who run, for prefill; the class stays that of the admission."""
     return sequence.level, sequence.tenant.turn, sequence.arrival
+
+
+def page_turn(sequence: Sequence) -> tuple[bool, Turn]:
+    """The same for pages: the guarded go first, as theirs are set aside."""
+    return not sequence.is_guarded, running_turn(sequence)
 
 
 def arrival_rank(sequence: Sequence) -> int:
@@ -64,8 +69,8 @@ def pick_page_victim(wanting: Sequence, running: Iterable[Sequence]) -> Sequence
 
     The last in turn, and only one behind wanting. So the first in turn is preempted for nobody, progresses, and ends.
     """
-    last = max(running, key=running_turn, default=None)
-    return None if last is None or running_turn(last) <= running_turn(wanting) else last
+    last = max(running, key=page_turn, default=None)
+    return None if last is None or page_turn(last) <= page_turn(wanting) else last
 
 
 def pick_fairness_victim(

@@ -5,7 +5,7 @@
 
 from bisect import insort
 
-from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.events import Event, Preempted, PreemptionAction, PreemptionReason
 from headrace.serving.core.fair_share import FairShare
@@ -99,7 +99,7 @@ class Tenancies:
         num_tokens = self._tokens_to_keep(sequence)
         num_host = num_pages_for(num_tokens, self.config.page_size)
         action = preemption_action(
-            self.config.preemption,
+            PreemptionPolicy.SWAP if self.config.deterministic else self.config.preemption,
             num_tokens=num_tokens,
             num_pages=num_host,
             num_host_free=lane.host.num_free,

@@ -104,6 +104,6 @@ def test_check_finds_a_page_in_two_states_or_in_none(damage: str) -> None:
     elif damage == "_counts":
         state.clear()
     else:
-        state[page] = None
+        state[b""] = {page: 1}
     with pytest.raises(InvariantError):
         pool.check()

@@ -59,6 +59,7 @@ def test_the_hint_is_the_time_that_half_the_queue_takes() -> None:
 def test_check_finds_damage(damage: str) -> None:
     queue = WaitingQueue(make_config())
     first, second = sequence(0), sequence(1)
+    second.tenant = first.tenant
     queue.add(first)
     queue.add(second)
     if damage == "order":
