@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
+from headrace.serving.core.events import Event, Finished, Preempted, PreemptionReason, TokenEvent
 from headrace.serving.core.plan import SampledToken, StepPlan, StepResult
-from headrace.serving.core.policy import MAX_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PAGE_PREEMPTIONS, MAX_PREEMPTIONS, MAX_YIELDS, YIELDS
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
 from headrace.serving.core.request import CancelReason, FinishReason, RejectionReason, Request, RequestId
 from headrace.serving.core.scheduler import NON_FINITE, Scheduler
@@ -263,7 +263,9 @@ class Simulation:
             finished.prompt_tokens == len(request.prompt_ids) and finished.completion_tokens == len(tokens),
             f"{name} has wrong usage",
         )
-        self._require(times.preemptions <= MAX_PREEMPTIONS, f"{name} was preempted too often")
+        for reasons, most in (((PreemptionReason.PAGES,), MAX_PAGE_PREEMPTIONS), (YIELDS, MAX_YIELDS)):
+            often = sum(c.count for c in times.preempted if c.reason in reasons)
+            self._require(often <= most, f"{name} was preempted too often")
         self._require(min(times.queue_ms, times.prefill_ms, times.decode_ms) >= 0, f"{name} has a negative time")
 
     def _check_end(self) -> None:

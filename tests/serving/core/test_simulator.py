@@ -58,7 +58,7 @@ PLANTED: dict[str, tuple[type | ModuleType, str, str, str]] = {
     "hit is not retained": (PageMemory, "admit", "self.pool.retain(entry.page)", "pass"),
     "revived pages are counted as available": (PageMemory, "admit", " - num_revived", ""),
     "page missing at a page edge": (PageMemory, "grow", "sequence.num_computed <", "sequence.num_computed <="),
-    "publish before the last KV is there": (PageMemory, "publish", "(sequence.num_tokens - 1)", "sequence.num_tokens"),
+    "publish before the last KV is there": (PageMemory, "publish", "sequence.num_tokens - 1", "sequence.num_tokens"),
     "digest taken for identity": (Entry, "holds", "self.key.token_ids == key.token_ids", "True"),
     "namespace not compared": (Entry, "holds", "self.key.namespace == key.namespace", "True"),
     "parent not compared": (Entry, "holds", "self.parent is parent", "True"),
