@@ -6,14 +6,14 @@ two runs that differ only in which pages, slots and ids they got have equal rena
 
 import hashlib
 import struct
-from collections.abc import Callable, Hashable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from headrace.serving.core.plan import StepPlan
+from headrace.serving.core.plan import SlotRef, StepPlan
 
 FIELD_DIGEST_BYTES = 4
 """Of a field of a plan, where it only has to say which field differs."""
@@ -22,7 +22,7 @@ Rename = Callable[[str, Any], Any]
 """(name of the field, value) to the value that is hashed."""
 
 RENAMED = frozenset({"step_id", "request_id", "tenant", "cache_namespace"})
-"""Fields whose values are names and nothing else; SlotRef and page_ids are renamed by rules of their own."""
+"""Fields whose values are names and nothing else; pages and rows are renamed by rules of their own."""
 
 
 def plan_digest(plan: StepPlan) -> bytes:
@@ -53,37 +53,52 @@ class Renaming:
         self._page_size = page_size
         self._names: dict[tuple[str, object], int] = {}
         self._pages: dict[int, int] = {}
-        self._num_pages = 0
+        self._host_pages: dict[int, int] = {}
+        self._num_names = 0
 
     def digest(self, plan: StepPlan) -> bytes:
         """SHA-256 of the plan in this run's order of names. Call it once for each plan."""
-        size = self._page_size
-        for row in plan.decode:
-            if row.position % size == 0:
-                self._name_page(row.page_ids[row.position // size])
-        for segment in plan.prefill:
-            for page in segment.page_ids[-(-segment.start // size) :]:
-                self._name_page(page)
         parts: list[bytes] = []
-        _encode((plan,), parts, self._rename)
+        self._host_pages.update({copy.host_page: self._next_name() for copy in plan.swap_out})
+        _encode(plan.swap_out, parts, self._rename)  # Before its pages are written anew, as a step has it.
+        for page in _written(plan, self._page_size):
+            self._pages[page] = self._next_name()
+        _encode((replace(plan, swap_out=()),), parts, self._rename)
         return hashlib.sha256(b"".join(parts)).digest()
 
-    def _name_page(self, page: int) -> None:
-        self._pages[page] = self._num_pages
-        self._num_pages += 1
+    def _next_name(self) -> int:
+        self._num_names += 1
+        return self._num_names
 
     def _rename(self, field: str, value: Any) -> Any:
         if field == "page_ids":
-            for page in value:
-                if page not in self._pages:
-                    self._name_page(page)
-            return tuple(self._pages[page] for page in value)
-        if field == "slot" and is_dataclass(value):
-            return self._name(field, value)
-        return self._name(field, value) if field in RENAMED else value
+            return tuple(self._name_in(self._pages, page) for page in value)
+        if field == "page":
+            return self._name_in(self._pages, value)
+        if field == "host_page":
+            return self._name_in(self._host_pages, value)
+        is_name = field in RENAMED or (field == "slot" and isinstance(value, SlotRef))
+        return self._name(field, value) if is_name else value
+
+    def _name_in(self, names: dict[int, int], page: int) -> int:
+        """A page that was written before the first plan that this object was given gets its name here."""
+        if page not in names:
+            names[page] = self._next_name()
+        return names[page]
 
     def _name(self, kind: str, value: object) -> int:
         return self._names.setdefault((kind, value), len(self._names))
+
+
+def _written(plan: StepPlan, page_size: int) -> Iterator[int]:
+    """Pages whose first token this plan writes."""
+    for copy in plan.swap_in:
+        yield copy.page
+    for row in plan.decode:
+        if row.position % page_size == 0:
+            yield row.page_ids[row.position // page_size]
+    for segment in plan.prefill:
+        yield from segment.page_ids[-(-segment.start // page_size) :]
 
 
 def _field_hashes(plan: StepPlan) -> list[bytes]:
