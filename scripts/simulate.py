@@ -19,14 +19,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.serving.core.shrinker import shrink
-from headrace.serving.core.simulated_world import draw_world
-from headrace.serving.core.simulator import SimulationFailure
-from headrace.serving.core.world_source import world_source
-from headrace.serving.engine.simulated_seed import broken_promise, run_seed, run_world
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from headrace.serving.core.shrinker import shrink
+from headrace.serving.core.simulated_fairness import fairness
+from headrace.serving.core.simulated_isolation import isolation
+from headrace.serving.core.simulated_world import draw_world
+from headrace.serving.core.simulator import SimulationFailure
+from headrace.serving.core.world_source import world_source
+from headrace.serving.engine.fake_runner import FakeRunner
+from headrace.serving.engine.simulated_seed import broken_promise, run_seed, run_world
 from scripts import evidence
 
 MAX_SHOWN = 3
@@ -52,6 +55,7 @@ class Total:
     cpu_s: float = 0.0
     times: Counter[str] = field(default_factory=Counter)
     worlds: Counter[str] = field(default_factory=Counter)
+    largest: dict[str, int] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -61,6 +65,8 @@ class Total:
         self.cpu_s += ran.cpu_s
         self.times.update(ran.covered)
         self.worlds.update(ran.covered.keys())
+        for name, value in ran.covered.items():
+            self.largest[name] = max(value, self.largest.get(name, 0))
         self.hashes[ran.seed] = ran.trace_hash
         if ran.broken is not None:
             self.failed[ran.seed] = ran.broken
@@ -80,6 +86,27 @@ def run_one(seed: int) -> Ran:
         return Ran(seed, "", 0, {}, str(failure), time.process_time() - started_s)
     cpu_s = time.process_time() - started_s
     return Ran(seed, report.trace_hash, report.num_steps, dict(report.covered), None, cpu_s)
+
+
+def run_fairness(seed: int) -> Ran:
+    started_s = time.process_time()
+    found = fairness(seed)
+    figures = {
+        "first token by its limit, percent": round(100 * found.first_s / found.limit_s),
+        "share error, per mille": round(1e3 * found.share_error),
+        "lowest class by its limit, percent": round(100 * (found.low_s or 0.0) / found.low_limit_s),
+    }
+    return Ran(seed, repr(found), 0, figures, "; ".join(found.broken) or None, time.process_time() - started_s)
+
+
+def run_isolation(seed: int) -> Ran:
+    started_s = time.process_time()
+    found = isolation(seed, lambda config: FakeRunner(config, vocab_size=16))
+    figures = {
+        "control: tokens found by the same tenant": found.hits,
+        "control: prompts that could hit": int(found.could_hit),
+    }
+    return Ran(seed, repr(found), 0, figures, found.broken, time.process_time() - started_s)
 
 
 def run_all(seeds: range, jobs: int, one: Callable[[int], Ran], console: Console) -> Total:
@@ -129,10 +156,27 @@ def replays(seeds: range, total: Total) -> dict[str, object]:
     return {"seeds": len(again), "differing": differing}
 
 
+def special_section(total: Total) -> dict[str, object]:
+    """largest: over all seeds, of what each reports."""
+    for seed in sorted(total.failed)[: 2 * MAX_SHOWN]:
+        print(f"seed {seed}: {total.failed[seed]}")
+    return {
+        "seeds": total.num_seeds,
+        "cpu_ms_per_seed": round(1e3 * total.cpu_s / max(1, total.num_seeds), 2),
+        "trace_hash": total.hash,
+        "failed_seeds": sorted(total.failed),
+        "reasons": {seed: total.failed[seed] for seed in sorted(total.failed)[:20]},
+        "largest": dict(sorted(total.largest.items())),
+        "sums": dict(sorted(total.times.items())),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=0)
     parser.add_argument("--seed0", type=int, default=0)
+    parser.add_argument("--fairness", type=int, default=0, metavar="SEEDS")
+    parser.add_argument("--isolation", type=int, default=0, metavar="SEEDS")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="evidence file to write")
     options = parser.parse_args()
@@ -160,10 +204,17 @@ def main() -> int:
             "worlds_in_which": dict(sorted(total.worlds.items())),
             "times": dict(sorted(total.times.items())),
         }
+    for name, one in (("fairness", run_fairness), ("isolation", run_isolation)):
+        count = getattr(options, name)
+        if count:
+            total = run_all(range(options.seed0, options.seed0 + count), options.jobs, one, console)
+            passed &= not total.failed
+            sections[name] = special_section(total)
     if options.out is not None:
         return evidence.write(options.out, passed, **sections)
-    if total_hash := sections.get("worlds"):
-        print({name: value for name, value in total_hash.items() if name not in ("times", "worlds_in_which")})
+    for name, section in sections.items():
+        assert isinstance(section, dict)
+        print(name, {key: value for key, value in section.items() if key not in ("times", "worlds_in_which", "shrunk")})
     return 0 if passed else 1
 
 

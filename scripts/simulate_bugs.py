@@ -2,8 +2,8 @@
 
     python -m scripts.simulate_bugs --out evidence/simulate-bugs.json [--seeds 500] [--bug NAME] [--update]
 
---update writes tests/serving/core/planted_seeds.json: for each bug the first seeds that find it. The exit code is 1 when
-more than one bug in 24 stays unfound.
+--update writes tests/serving/core/planted_seeds.json: for each bug the first seeds that find it. The exit code is 1
+when more than one bug in 24 stays unfound.
 """
 
 import multiprocessing
@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import orjson
-from headrace.serving.core.simulator import SimulationFailure
-from headrace.serving.engine.simulated_seed import run_seed
 from rich.console import Console
 from rich.table import Table
+
+from headrace.serving.core.simulator import SimulationFailure
+from headrace.serving.engine.simulated_seed import run_seed
 from scripts import evidence
 from tests.serving.core.planted_bugs import PLANTED, planted
 
@@ -67,7 +68,9 @@ def main() -> int:
         kept = {row["bug"]: row["found_by"][:NUM_KEPT] for row in rows}
         SEEDS_FILE.write_bytes(orjson.dumps(kept, option=orjson.OPT_INDENT_2) + b"\n")
     passed = len(unfound) <= len(rows) // 24
-    return evidence.write(options.out, passed, bugs=len(rows), found=len(rows) - len(unfound), unfound=unfound, table=rows)
+    return evidence.write(
+        options.out, passed, bugs=len(rows), found=len(rows) - len(unfound), unfound=unfound, table=rows
+    )
 
 
 if __name__ == "__main__":

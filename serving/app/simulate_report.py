@@ -98,7 +98,7 @@ def result_lines(result: dict[str, Any]) -> list[str]:
         good = figures["goodput"]
         low, high = good["per_s_interval"]
         lines.append(
-            f"goodput {good['per_s']:.3g} requests/s ({low:.3g} to {high:.3g}), {good['share']:.1%} of what was offered, "
+            f"goodput {good['per_s']:.3g} requests/s ({low:.3g} to {high:.3g}), {good['share']:.1%} of those offered, "
             f"by {good['slo']}"
         )
     for name, part in figures.get("tenants", {}).items():
@@ -106,7 +106,7 @@ def result_lines(result: dict[str, Any]) -> list[str]:
         share = f", {part['goodput']['share']:.1%} good" if "goodput" in part else ""
         first_text = "never" if first is None else f"{first:,.0f} ms"
         lines.append(
-            f"  tenant {name or '-'}: {part['answered']:,} of {part['requests']:,} answered, first token p95 {first_text}"
+            f"  tenant {name or '-'}: {part['answered']:,} of {part['requests']:,} answered, first p95 {first_text}"
             f"{share}"
         )
     cost = result["cost_model"]
@@ -155,7 +155,9 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 def html_page(result: dict[str, Any], svg: str) -> str:
     """A report of one file: the sentences, a table of latencies, the pictures."""
     rows = "".join(
-        "<tr><td>" + "</td><td>".join([text, *(_cell(result["figures"][name].get(key)) for key in _KEYS)]) + "</td></tr>"
+        "<tr><td>"
+        + "</td><td>".join([text, *(_cell(result["figures"][name].get(key)) for key in _KEYS)])
+        + "</td></tr>"
         for name, text in LATENCIES
     )
     lines = "".join(f"<p>{escape(line)}</p>" for line in result_lines(result))

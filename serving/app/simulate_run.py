@@ -46,7 +46,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """figures: as of headrace bench. guessed: programs that were never measured, each with the one that stands for it."""
+    """figures: as of headrace bench. guessed: programs that were never measured, each with the one that stands in."""
 
     config: SchedulerConfig
     outcomes: tuple[ServiceOutcome, ...]

@@ -50,7 +50,7 @@ def load_of_plan(plan: StepPlan) -> StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCost:
-    """Seconds. spread: measured by predicted time at evenly spaced quantiles, ascending. num_steps: that were fitted."""
+    """Seconds. spread: measured by predicted time at evenly spaced quantiles, ascending. num_steps: of the fit."""
 
     base_s: float
     row_s: float

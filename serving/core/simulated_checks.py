@@ -55,7 +55,7 @@ class PlanChecks:
         request = client.request
         name = f"request {request.request_id}"
         need(client.is_live, "I4", f"{name} is in a plan after its end")
-        need(start < len(request.prompt_ids) + request.stop.max_tokens , "I6", f"{name} runs beyond its end")
+        need(start < len(request.prompt_ids) + request.stop.max_tokens, "I6", f"{name} runs beyond its end")
         if request.deadline_ms is not None:
             late_us = now_us - client.submitted_us - round(1e3 * request.deadline_ms)
             need(late_us <= 0, "I12", f"{name} is in a plan {late_us} us after its deadline")
@@ -80,7 +80,9 @@ class PlanChecks:
         """Pages that get written have one owner and are unknown to the cache."""
         config = self._world.config
         pools, size = [lane.memory.pool for lane in self._scheduler.lanes], config.page_size
-        written = [row.page_ids[row.position // size] for row in plan.decode if row.position // size < len(row.page_ids)]
+        written = [
+            row.page_ids[row.position // size] for row in plan.decode if row.position // size < len(row.page_ids)
+        ]
         written += [page for segment in plan.prefill for page in segment.page_ids[segment.start // size :]]
         need(len(set(written)) == len(written), "I2", "two rows write one page")
         for page in written:
@@ -205,4 +207,3 @@ def check_counters(world: World, scheduler: Scheduler, clients: Iterable[Client]
         ("queued_prompt_tokens", stats.queued_prompt_tokens, 0),
     ):
         need(counted == summed, "I11", f"{name} is {counted}, but the events sum up to {summed}")
-

@@ -150,12 +150,18 @@ class SimulatedEdge:
     def _check_received(self, client: Client) -> None:
         """At the end of a stream: a closed one got a beginning, every other got all."""
         name = f"request {client.request.request_id}"
-        need([delta.seq for delta in client.received] == list(range(len(client.received))), "I5", f"{name}: seq has gaps")
+        need(
+            [delta.seq for delta in client.received] == list(range(len(client.received))), "I5", f"{name}: seq has gaps"
+        )
         received = [token for delta in client.received for token in delta.tokens]
         if client.is_closed:
             need(received == client.tokens[: len(received)], "I5", f"{name} received other tokens than were generated")
         else:
             need(received == client.tokens, "I5", f"{name} did not receive what was generated")
         finished = client.finished
-        if finished is not None and finished.reason in (FinishReason.STOP, FinishReason.LENGTH) and not client.is_closed:
+        if (
+            finished is not None
+            and finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+            and not client.is_closed
+        ):
             need(len(received) == finished.completion_tokens, "I5", f"{name}: usage differs from what was received")

@@ -39,9 +39,12 @@ def plan_line(plan: StepPlan) -> str:
     parts = [f"plan {plan.step_id} {bucket.kind.value}/{bucket.decode_rows}/{bucket.prefill_tokens}"]
     parts += [_copies("out", plan.swap_out)] if plan.swap_out else []
     parts += [_copies("in", plan.swap_in)] if plan.swap_in else []
-    parts += [f"load {x.slot.slot}.{x.slot.generation} #{x.request.request_id} +{_ids(x.output_ids)}" for x in plan.loads]
     parts += [
-        f"decode {x.slot.slot}.{x.slot.generation} @{x.position} <{x.input_token} o{x.output_index} [{_ids(x.page_ids)}]"
+        f"load {x.slot.slot}.{x.slot.generation} #{x.request.request_id} +{_ids(x.output_ids)}" for x in plan.loads
+    ]
+    parts += [
+        f"decode {x.slot.slot}.{x.slot.generation} @{x.position} <{x.input_token} o{x.output_index}"
+        f" [{_ids(x.page_ids)}]"
         for x in plan.decode
     ]
     parts += [

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
 from headrace.serving.core.request import Request, RequestId
 from headrace.serving.core.simulated_draw import Draw
-from headrace.serving.core.simulated_requests import MAX_OUTPUTS, Population, draw_population, draw_request
+from headrace.serving.core.simulated_requests import MAX_OUTPUTS, draw_population, draw_request
 
 __all__ = ["Arrival", "Draw", "Faults", "Reader", "World", "draw_world"]
 
@@ -100,7 +100,8 @@ def draw_world(seed: int) -> World:
     horizon = 20 + max(ticks) + num_requests * 6
     step_us, token_us = draw.pick(((10_000, 0), (1_000, 100), (5_000, 500)))
     arrivals = tuple(
-        _arrival(draw, tick, draw_request(draw, RequestId(i), people), horizon * step_us) for i, tick in enumerate(ticks)
+        _arrival(draw, tick, draw_request(draw, RequestId(i), people), horizon * step_us)
+        for i, tick in enumerate(ticks)
     )
     return World(
         seed=seed,
@@ -144,8 +145,6 @@ def _arrival(draw: Draw, tick: int, request: Request, horizon_us: int) -> Arriva
         deadline_us = draw.between(1, 1 + draw.pick((horizon_us // 8, horizon_us // 2, 4 * horizon_us)))
         request = replace(request, deadline_ms=deadline_us / 1e3)
     return Arrival(tick=tick, request=request, reader=reader, cancel_after=cancel_after)
-
-
 
 
 def _faults(draw: Draw, num_requests: int, horizon: int) -> Faults:

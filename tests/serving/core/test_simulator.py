@@ -42,7 +42,9 @@ def test_no_seed_breaks_a_promise_and_the_seeds_reach_what_matters(covered: Coun
 
 
 def test_a_seed_replays_to_the_same_trace_in_a_process_with_other_hashes() -> None:
-    code = "from headrace.serving.engine.simulated_seed import run_seed\nfor s in range(20): print(run_seed(s).trace_hash)"
+    code = (
+        "from headrace.serving.engine.simulated_seed import run_seed\nfor s in range(20): print(run_seed(s).trace_hash)"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, timeout=120
