@@ -62,12 +62,13 @@ def _fewer_faults(world: World) -> Iterator[World]:
         value = getattr(world.faults, field.name)
         if value == field.default:
             continue
-        yield replace(world, faults=replace(world.faults, **{field.name: field.default}))
+        without: dict[str, Any] = {field.name: field.default}
+        yield replace(world, faults=replace(world.faults, **without))
         each = sorted(value) if isinstance(value, frozenset) else value
         if isinstance(each, list | tuple) and len(each) > 1:
             for i in range(len(each)):
-                rest = type(value)((*each[:i], *each[i + 1 :]))
-                yield replace(world, faults=replace(world.faults, **{field.name: rest}))
+                rest: dict[str, Any] = {field.name: type(value)((*each[:i], *each[i + 1 :]))}
+                yield replace(world, faults=replace(world.faults, **rest))
 
 
 def _plainer_arrivals(world: World) -> Iterator[World]:
@@ -112,7 +113,8 @@ def _plainer_request(request: Request) -> Iterator[Request]:
 
 
 def _plainer_options(world: World) -> Iterator[World]:
-    for name, value in (("num_digests", None), ("collect_early_percent", 0), ("token_us", 0), ("step_us", 10_000)):
+    simple: dict[str, Any] = {"num_digests": None, "collect_early_percent": 0, "token_us": 0, "step_us": 10_000}
+    for name, value in simple.items():
         if getattr(world, name) != value:
             yield replace(world, **{name: value})
     config = world.config

@@ -1,8 +1,8 @@
 """A service in simulated time: the real scheduler, with steps that last as long as measured ones.
 
 The loop of each replica is that of ``engine.StepLoop``: drain the inbox, plan what fits, collect the oldest step.
-Tokens have no content here; a request ends at max_tokens, its deadline or its cancel. A request goes to the replica with the
-fewest tokens (of prompt and answer) that are not done, the first of several.
+Tokens have no content here; a request ends at max_tokens, its deadline or its cancel. A request goes to the replica
+with the fewest tokens (of prompt and answer) that are not done, the first of several.
 """
 
 import heapq
