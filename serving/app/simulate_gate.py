@@ -15,8 +15,7 @@ from headrace.serving.edge.admission import AdmissionConfig, AdmissionControl, A
 from headrace.serving.edge.bodies import ParsedBody, parse_body
 from headrace.serving.edge.errors import ApiError
 from headrace.serving.edge.fields import Endpoint
-from headrace.serving.edge.generation import Done, Failure
-from headrace.serving.edge.job import Usage
+from headrace.serving.edge.generation import Done, Failure, Usage
 from headrace.serving.edge.tenants import Policies, SamePolicy, TenantFile
 from headrace.serving.edge.terms import Terms
 
@@ -137,7 +136,7 @@ def make_gates(
 
 def _body(request: Request) -> ParsedBody:
     fields = {"prompt": list(request.prompt_ids), "max_tokens": request.stop.max_tokens, "ignore_eos": True}
-    return parse_body(Endpoint.COMPLETIONS, fields)
+    return parse_body(Endpoint.COMPLETION, fields)
 
 
 def _outcome(event: Finished) -> Done | Failure:
