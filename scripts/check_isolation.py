@@ -11,12 +11,13 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from headrace.serving.bench.native_target import NativeTarget
-from headrace.serving.bench.targets import Server
-from headrace.serving.edge.keys import digest_line, new_key
 from rich.console import Console
 from rich.progress import track
 from scipy.stats import mannwhitneyu
+
+from headrace.serving.bench.native_target import NativeTarget
+from headrace.serving.bench.targets import Server
+from headrace.serving.edge.keys import digest_line, new_key
 from scripts import evidence
 from tests.live import start_server
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from headrace.serving.app.cost_model_fit import config_of, fit_cost_model
 from headrace.serving.app.simulate_gate import make_gates
 from headrace.serving.app.simulate_run import simulate_traffic
@@ -25,7 +27,6 @@ from headrace.serving.bench.targets import Server
 from headrace.serving.bench.workload_file import WorkloadFile
 from headrace.serving.core.cost_model import CostModel
 from headrace.serving.edge.keys import digest_line, new_key
-from rich.console import Console
 from scripts import evidence
 from tests.live import LiveServer, start_server
 
@@ -66,7 +67,11 @@ async def calibrate(server: Server, console: Console) -> tuple[float, list[float
     capacity = len(burst.outcomes) / burst.seconds
     phases = ((0.3 * capacity, 20.0), (0.8 * capacity, 25.0), (1.5 * capacity, 10.0))
     console.print(f"calibrating: {capacity:.2f} requests/s at most; phases …")
-    runs = [burst, await serve(server, plan(phases, 2)), await serve(server, plan(((0.2 * capacity, 20.0),), 3, long_prompts=True))]
+    runs = [
+        burst,
+        await serve(server, plan(phases, 2)),
+        await serve(server, plan(((0.2 * capacity, 20.0),), 3, long_prompts=True)),
+    ]
     outside = [
         1e3 * (outcome.first_s - outcome.sent_s) - outcome.server["first_token_ms"]
         for run in runs

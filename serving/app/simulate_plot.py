@@ -32,15 +32,29 @@ def save_plot(path: Path, result: dict[str, Any], found: Simulated) -> None:
         own_samples = [sample for sample in found.samples if sample.replica == replica]
         at_s = [sample.at_s for sample in own_samples]
         suffix = f", replica {replica}" if len({s.replica for s in found.samples}) > 1 else ""
-        course.plot(at_s, [s.stats.running for s in own_samples], linewidth=1, label=f"running{suffix}")
-        course.plot(at_s, [s.stats.waiting for s in own_samples], linewidth=1, label=f"waiting{suffix}")
+        course.plot(
+            at_s, [s.stats.running for s in own_samples], linewidth=1, drawstyle="steps-post", label=f"running{suffix}"
+        )
+        course.plot(
+            at_s, [s.stats.waiting for s in own_samples], linewidth=1, drawstyle="steps-post", label=f"waiting{suffix}"
+        )
         used = [s.stats.pages_total - s.stats.pages_free - s.stats.pages_cached for s in own_samples]
-        pages.plot(at_s, used, linewidth=1, label=f"in use{suffix}")
-        pages.plot(at_s, [s.stats.pages_cached for s in own_samples], linewidth=1, label=f"cached{suffix}")
+        pages.plot(at_s, used, linewidth=1, drawstyle="steps-post", label=f"in use{suffix}")
+        pages.plot(
+            at_s,
+            [s.stats.pages_cached for s in own_samples],
+            linewidth=1,
+            drawstyle="steps-post",
+            label=f"cached{suffix}",
+        )
     refused = [outcome.at_s for outcome in found.outcomes if outcome.refused is not None]
     course.plot(refused, [0] * len(refused), "|", color="red", label=f"{len(refused)} refused")
     course.set(title="Requests", xlabel="s", ylabel="number")
     pages.set(title="Pages", xlabel="s", ylabel="number")
+    for axes in (firsts, gaps):
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="x", which="minor", labelsize=7)
     for axes in (firsts, gaps, course, pages):
         axes.grid(True, alpha=0.2)
         axes.legend(fontsize=7)

@@ -69,6 +69,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         f"{result['replicas']} × {config['num_lanes'] * config['num_slots']} streams, {config['num_pages']:,} pages of "
         f"{config['page_size']} tokens, chunks of {config['chunk_tokens']}; workload {result['workload']['hash'][:12]}",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("ms", "mean", "p50", "p95", "p99", "of", "never"):
@@ -80,7 +81,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         table.add_row(text, *shown, f"{row['count']:,}", f"{row.get('never', 0):,}")
     console.print(table, highlight=False)
     for line in result_lines(result):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def result_lines(result: dict[str, Any]) -> list[str]:
