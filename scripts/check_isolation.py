@@ -1,8 +1,8 @@
 """What one tenant's prompts show of another's, on the real server: no cached token, and no time that differs.
 
-Pairs of requests with equally long prompts on the tiny model, in random order: of tenant B, one prompt that tenant A has
-just sent and one that nobody has; and as a control, of tenant B, one that B itself has sent before and one that nobody
-has. Mann-Whitney's test on the times to the first token must see the control (p < 1e-6) and must not see the other.
+Pairs of requests with equally long prompts on the tiny model, in random order: of tenant B, one prompt that tenant A
+has just sent and one that nobody has; and as a control, of tenant B, one that B itself has sent before and one that
+nobody has. Mann-Whitney's test on the times to the first token must see the control (p < 1e-6) and not the other.
 """
 
 import asyncio

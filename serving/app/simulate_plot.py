@@ -9,6 +9,8 @@ from headrace.serving.app.simulate_report import html_page, write_text
 from headrace.serving.app.simulate_run import Simulated
 from headrace.serving.core.errors import ConfigError
 
+LINE = {"linewidth": 1, "drawstyle": "steps-post"}
+
 
 def save_plot(path: Path, result: dict[str, Any], found: Simulated) -> None:
     """Latencies as shares of requests, first tokens over time, queue and rows and pages over time.
@@ -32,14 +34,10 @@ def save_plot(path: Path, result: dict[str, Any], found: Simulated) -> None:
         own_samples = [sample for sample in found.samples if sample.replica == replica]
         at_s = [sample.at_s for sample in own_samples]
         suffix = f", replica {replica}" if len({s.replica for s in found.samples}) > 1 else ""
-        course.plot(
-            at_s, [s.stats.running for s in own_samples], linewidth=1, drawstyle="steps-post", label=f"running{suffix}"
-        )
-        course.plot(
-            at_s, [s.stats.waiting for s in own_samples], linewidth=1, drawstyle="steps-post", label=f"waiting{suffix}"
-        )
+        course.plot(at_s, [s.stats.running for s in own_samples], **LINE, label=f"running{suffix}")
+        course.plot(at_s, [s.stats.waiting for s in own_samples], **LINE, label=f"waiting{suffix}")
         used = [s.stats.pages_total - s.stats.pages_free - s.stats.pages_cached for s in own_samples]
-        pages.plot(at_s, used, linewidth=1, drawstyle="steps-post", label=f"in use{suffix}")
+        pages.plot(at_s, used, **LINE, label=f"in use{suffix}")
         pages.plot(
             at_s,
             [s.stats.pages_cached for s in own_samples],
