@@ -96,7 +96,9 @@ def run_bench(wanted: BenchRequest, workload: Any) -> int:
 
 async def _measure(server: Any, wanted: BenchRequest, workload: Any, console: Console) -> tuple[Any, Any]:
     from headrace.serving.bench.closed_loop import run
-    from headrace.serving.bench.targets import NativeTarget, OpenAITarget, contract_of, model_of
+    from headrace.serving.bench.native_target import NativeTarget
+    from headrace.serving.bench.openai_target import OpenAITarget
+    from headrace.serving.bench.targets import contract_of, model_of
 
     contract = await contract_of(server)
     with ProgressLine(console) as line:

@@ -13,15 +13,9 @@ from click.testing import CliRunner, Result
 
 from headrace.serving.app.bench_command import bench
 from headrace.serving.bench.closed_loop import Standing, run
-from headrace.serving.bench.targets import (
-    BenchError,
-    NativeTarget,
-    OpenAITarget,
-    Server,
-    base_of,
-    contract_of,
-    model_of,
-)
+from headrace.serving.bench.native_target import NativeTarget
+from headrace.serving.bench.openai_target import OpenAITarget
+from headrace.serving.bench.targets import BenchError, Server, base_of, contract_of, model_of
 from headrace.serving.bench.workload import Workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.edge.app import build_app
