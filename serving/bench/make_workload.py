@@ -51,9 +51,7 @@ def parse_lengths(text: str, option: str = "length") -> Lengths:
     """128, uniform:64:256, or lognormal:MEDIAN:SIGMA[:MOST] (without MOST at most 16 medians). Raises: ConfigError."""
     found = _LENGTHS.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(
-            f"{text!r} is no length; write 128, uniform:64:256 or lognormal:128:0.5:1024 (the last: most)"
-        )
+        raise ConfigError(f"{option} {text!r} is no length; write 128, uniform:64:256 or lognormal:MEDIAN:SIGMA[:MOST]")
     if found["fixed"] is not None:
         lengths = Lengths(low=int(found["fixed"]), high=int(found["fixed"]))
     elif found["low"] is not None:
