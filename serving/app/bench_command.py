@@ -13,7 +13,7 @@ from headrace.serving.core.errors import ConfigError
 APIS = ("native", "openai")
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 CLOSED_ONLY = ("streams",)
-OPEN_ONLY = ("duration_s", "arrivals", "keys", "max_in_flight", "connections", "repeat")
+OPEN_ONLY = ("duration_s", "arrivals", "keys", "max_in_flight", "connections", "repeat", "plot")
 PLANNED = ("rate", "duration_s", "requests", "arrivals", "prompt_words", "prompt_tokens", "max_tokens", "temperature",
            "ignore_eos", "seed")  # fmt: skip
 """What a workload file has of its own."""
@@ -56,6 +56,11 @@ output = section("Output")
     "whole answer; with itl_p=95 the 95th percentile of a request's pauses instead of that mean, 100: the longest.",
 )
 @output("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for figures and requests.")
+@output(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Picture of an open loop, .svg, .png or .pdf: first tokens and refusals over time.",
+)
 @click.pass_context
 def bench(ctx: click.Context, url: str, **flags: Any) -> int:
     """Measure the server at URL, such as http://127.0.0.1:8000.
@@ -76,7 +81,7 @@ def bench(ctx: click.Context, url: str, **flags: Any) -> int:
     if "sockets" in given and flags["api"] != "native":
         raise ConfigError("--sockets is of --api native; HTTP has --connections")
     slo = flags.pop("slo")
-    names = ("api", "model", "api_key_file", "keys", "timeout_s", "sockets", "connections", "json_file")
+    names = ("api", "model", "api_key_file", "keys", "timeout_s", "sockets", "connections", "json_file", "plot")
     wanted = BenchRequest(
         url=url, objective=None if slo is None else parse_objective(slo), **{name: flags.pop(name) for name in names}
     )

@@ -130,6 +130,7 @@ def _print_figures(figures: dict[str, Any], console: Console) -> None:
     table = _table("ms", *(column.removesuffix("_ms") for column in COLUMNS), "of", "never")
     rows = [(title, figures[name]) for name, title in LATENCIES.items()]
     rows += [(title, figures["server"][name]) for name, title in SERVER_TIMES.items() if name in figures["server"]]
+    rows.append(("sent late, by this client", figures["client"]["late"]))
     for title, row in rows:
         table.add_row(title, *(_cell(row, column) for column in COLUMNS), f"{row['count']:,}", f"{row['never'] or ''}")
     console.print(table, highlight=False)

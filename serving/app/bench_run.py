@@ -11,8 +11,10 @@ from rich.console import Console
 
 from headrace.serving.app.bench_keys import read_key, read_keys
 from headrace.serving.app.bench_open_report import open_result, print_open, print_spread
+from headrace.serving.app.bench_plot import save_open_plot
 from headrace.serving.app.bench_progress import ProgressLine
 from headrace.serving.app.bench_report import check_writable, print_table, result_of, write_json
+from headrace.serving.app.plan_plot import check_plot
 from headrace.serving.bench import closed_loop
 from headrace.serving.bench.native_target import NativeTarget
 from headrace.serving.bench.objective import Objective
@@ -42,11 +44,14 @@ class BenchRequest:
     connections: int
     objective: Objective | None
     json_file: Path | None
+    plot: Path | None
 
     def server(self) -> Server:
         """Raises: ConfigError."""
         if self.json_file is not None:
             check_writable(self.json_file)
+        if self.plot is not None:
+            check_plot(self.plot)
         return Server(
             base=base_of(self.url),
             key=None if self.api_key_file is None else read_key(self.api_key_file),
@@ -78,7 +83,8 @@ def run_closed(wanted: BenchRequest, workload: Workload) -> int:
         return _failed(error)
     found = summarize(outcomes)
     if wanted.objective is not None:
-        found["goodput"] = goodput(outcomes, float(found["seconds"]), wanted.objective)  # type: ignore[arg-type]
+        ordered = sorted(outcomes, key=lambda outcome: outcome.sent_s)
+        found["goodput"] = goodput(ordered, 0.0, ordered[0].sent_s, wanted.objective)
     result = result_of(server.base, wanted.api, started, workload, contract, found, outcomes)
     print_table(result, Console())
     if wanted.json_file is not None:
@@ -127,6 +133,8 @@ def run_open(
     print_spread(result, Console())
     if wanted.json_file is not None:
         write_json(wanted.json_file, result)
+    if wanted.plot is not None:
+        save_open_plot(result, wanted.objective, wanted.plot)
     return 1 if any(figures["failed"] or not figures["answered"] for figures in found) else 0
 
 

@@ -17,6 +17,8 @@ LATE_MS = 25.0
 BUSY_CPU_SHARE = 0.9
 """Of one core, above which the client itself may have been what was slow."""
 MAX_TENANTS = 100
+MAX_STEPS = 240
+"""Of the timeline."""
 
 Figures = dict[str, Any]
 
@@ -39,28 +41,24 @@ def waits(values_ms: Sequence[float], never: int) -> Figures:
 
 
 def open_figures(run: OpenRun, workload: WorkloadFile, objective: Objective | None) -> Figures:
-    """Of a whole run, by tenant too where there are several. Rates are per second of the plan.
+    """Of a whole run, by tenant too where there are several, and by time of arrival.
 
     Latencies are those of requests that were accepted, refusals have their own. A request that the client planned to
     cancel is in none of them and in no goodput, whether or not it ended before: the quick ones alone would be left.
     """
-    found = _part(run.outcomes, workload.duration_s, workload, objective)
-    found["seconds"] = round(run.seconds, 3)
+    found = _part(run.outcomes, run, workload, objective)
     found["client"] = _client(run)
+    found["timeline"] = _timeline(run, workload, objective)
     tenants = workload.tenants
     if 1 < len(tenants) <= MAX_TENANTS:
         groups: dict[str, list[Outcome]] = defaultdict(list)
         for outcome in run.outcomes:
             groups[outcome.tenant or ""].append(outcome)
-        found["tenants"] = {
-            name: _part(group, workload.duration_s, workload, objective) for name, group in sorted(groups.items())
-        }
+        found["tenants"] = {name: _part(group, run, workload, objective) for name, group in sorted(groups.items())}
     return found
 
 
-def _part(
-    outcomes: Sequence[Outcome], planned_s: float, workload: WorkloadFile, objective: Objective | None
-) -> Figures:
+def _part(outcomes: Sequence[Outcome], run: OpenRun, workload: WorkloadFile, objective: Objective | None) -> Figures:
     counted = [outcome for outcome in outcomes if workload.requests[outcome.index].cancel_after_s is None]
     accepted = [outcome for outcome in counted if not outcome.is_refused]
     good = [outcome for outcome in accepted if outcome.error is None]
@@ -68,8 +66,9 @@ def _part(
     firsts = [outcome.first_token_ms for outcome in accepted if outcome.first_token_ms is not None]
     found: Figures = {
         "requests": len(outcomes),
-        "offered_per_s": _rate(len(outcomes), planned_s),
-        "planned_s": planned_s,
+        "offered_per_s": _rate(len(outcomes), workload.duration_s),
+        "planned_s": workload.duration_s,
+        "seconds": round(run.seconds, 3),
         "answered": len(good),
         "refused": sum(outcome.is_refused for outcome in outcomes),
         "failed": sum(outcome.error is not None and not outcome.is_refused for outcome in outcomes),
@@ -81,7 +80,7 @@ def _part(
         "prompt_tokens": sum(outcome.prompt_tokens for outcome in good),
         "cached_tokens": sum(outcome.cached_tokens for outcome in good),
         "output_tokens": tokens,
-        "output_tokens_per_s": _rate(tokens, planned_s),
+        "output_tokens_per_s": _rate(tokens, run.seconds),
         "first_token": waits(firsts, len(accepted) - len(firsts)),
         "inter_token": spread([gap for outcome in accepted for gap in outcome.gaps_ms]),
         "mean_gap": waits([gap for outcome in good if (gap := outcome.mean_gap_ms) is not None], 0),
@@ -90,26 +89,29 @@ def _part(
         "server": _server(good),
     }
     if objective is not None:
-        found["goodput"] = goodput(counted, planned_s, objective)
+        found["goodput"] = goodput(counted, workload.duration_s, run.start_s, objective)
     return found
 
 
-def goodput(outcomes: Sequence[Outcome], planned_s: float, objective: Objective) -> Figures:
-    """outcomes: all that were offered, in order of arrival. per_s: per second of the plan, so it is the offered rate
-    times the share. missed: how many missed which part; one may miss several."""
+def goodput(outcomes: Sequence[Outcome], planned_s: float, start_s: float, objective: Objective) -> Figures:
+    """outcomes: all that were offered, in order of arrival. per_s: over the time from the start to the end of the plan,
+    or of the last good answer if that is later: a burst is not answered in no time. missed: how many missed which part;
+    one may miss several."""
     missed = [objective.missed_by(outcome) for outcome in outcomes]
     flags = [not parts for parts in missed]
     low, high = share_interval(flags)
     share = sum(flags) / len(flags) if flags else 0.0
     names = [name for parts in missed for name in parts]
+    ends_s = [outcome.ended_s - start_s for outcome, is_good in zip(outcomes, flags, strict=True) if is_good]
+    seconds = max([planned_s, *ends_s])
     return {
         "slo": str(objective),
         "good": sum(flags),
         "of": len(flags),
         "share": round(share, 5),
         "share_interval": [round(low, 5), round(high, 5)],
-        "per_s": _rate(sum(flags), planned_s),
-        "per_s_interval": [_rate(low * len(flags), planned_s), _rate(high * len(flags), planned_s)],
+        "per_s": _rate(sum(flags), seconds),
+        "per_s_interval": [_rate(low * len(flags), seconds), _rate(high * len(flags), seconds)],
         "missed": {name: names.count(name) for name in ("answer", "ttft", "itl", "e2e") if name in names},
     }
 
@@ -151,6 +153,31 @@ def _server(outcomes: Sequence[Outcome]) -> Figures:
         name: waits(each, 0) if name.endswith("_ms") else {"count": len(each), "sum": sum(each), "max": max(each)}
         for name, each in values.items()
     }
+
+
+def _timeline(run: OpenRun, workload: WorkloadFile, objective: Objective | None) -> list[Figures]:
+    """By planned arrival, in steps of a second, or longer ones where there would be more than MAX_STEPS; steps without
+    a request are left out. at_s: where a step begins."""
+    step_s = max(1.0, workload.duration_s / MAX_STEPS)
+    groups: dict[int, list[Outcome]] = defaultdict(list)
+    for outcome in run.outcomes:
+        groups[int(workload.requests[outcome.index].at_s / step_s)].append(outcome)
+    found = []
+    for number, group in sorted(groups.items()):
+        counted = [outcome for outcome in group if workload.requests[outcome.index].cancel_after_s is None]
+        accepted = [outcome for outcome in counted if not outcome.is_refused]
+        firsts = [outcome.first_token_ms for outcome in accepted if outcome.first_token_ms is not None]
+        row: Figures = {
+            "at_s": round(number * step_s, 3),
+            "offered": len(group),
+            "refused": sum(outcome.is_refused for outcome in group),
+            "failed": sum(outcome.error is not None and not outcome.is_refused for outcome in group),
+            "first_token": waits(firsts, len(accepted) - len(firsts)),
+        }
+        if objective is not None:
+            row["good"] = sum(not objective.missed_by(outcome) for outcome in counted)
+        found.append(row)
+    return found
 
 
 def _client(run: OpenRun) -> Figures:

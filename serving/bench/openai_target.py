@@ -16,6 +16,7 @@ from headrace.serving.bench.targets import (
     Terms,
     bounded,
     code_of,
+    retry_hint_of,
     type_of,
 )
 
@@ -62,6 +63,7 @@ class _Answer:
     def fail(self, raw: bytes, status: int) -> None:
         """raw: an error body."""
         self.error = code_of(raw, status).replace("http_200", "unnamed")
+        self.retry_after_ms = self.retry_after_ms or retry_hint_of(raw)
         self.is_refused = not self.times and is_refusal(self.error, type_of(raw), None if status == 200 else status)
 
 

@@ -153,3 +153,10 @@ def type_of(raw: bytes | str) -> object:
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         return json.loads(raw)["error"].get("type")
     return None
+
+
+def retry_hint_of(raw: bytes | str) -> int | None:
+    """``retry_after_ms`` in an error body, for errors in the middle of a stream, which have no headers."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return max(0, int(json.loads(raw)["error"]["retry_after_ms"]))
+    return None

@@ -161,13 +161,14 @@ async def test_the_command_prints_a_table_and_writes_what_the_figures_belong_to(
     file = tmp_path / "bench.json"
     work = ("--streams", "2", "--requests", "4", "--prompt-words", "3", "--max-tokens", "5", "--seed", "9")
     async with serving(engine) as server:
-        done = await asyncio.to_thread(invoke, server.base, *work, "--json", str(file))
+        done = await asyncio.to_thread(invoke, server.base, *work, "--json", str(file), "--slo", "ttft=20s")
         openai = await asyncio.to_thread(invoke, server.base, *work, "--api", "openai")
         failed = await asyncio.to_thread(invoke, server.base, "--requests", "2", "--prompt-tokens", "3")
     assert (done.return_value, openai.return_value, failed.return_value) == (0, 0, 1)
     table = " ".join(done.stdout.split())
     assert "4 requests in 2 streams, prompts of 3 words, 5 new tokens, temperature 0, seed 9; workload" in table
     assert "4 × tpu:TPU v6 lite, mesh tensor=4, link ICI; float32, KV float32, model abababababab" in table
+    assert "goodput under ttft ≤ 20000 ms: " in table and "100.0% (51.0% to 100.0%) of 4; missed: nothing" in table
     assert "between tokens" in table and "output tokens/s (20 in" in table
     assert "between pieces of text" in openai.stdout
     assert "2 of 2 failed: 2 invalid_request" in failed.stdout
@@ -177,6 +178,7 @@ async def test_the_command_prints_a_table_and_writes_what_the_figures_belong_to(
     assert found["workload"]["seed"] == 9 and len(found["workload"]["hash"]) == 64
     assert found["figures"]["output_tokens"] == 20 and found["figures"]["failed"] == 0
     assert len(found["requests"]) == 4 and min(one["sent_s"] for one in found["requests"]) == 0
+    assert {one["planned_s"] for one in found["requests"]} == {None}
 
 
 def test_the_command_refuses_before_it_asks(tmp_path: Path) -> None:

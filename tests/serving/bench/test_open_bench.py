@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.serving.app.bench_keys import read_keys
+from headrace.serving.app.bench_plot import point_of
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.bench.native_target import NativeTarget
 from headrace.serving.bench.open_loop import OpenLoop, OpenRun
@@ -192,8 +193,9 @@ def test_key_files_that_are_wrong_are_named_without_the_key(text: str, says: str
 async def test_several_runs_have_new_prompts_and_a_spread(tmp_path: Path) -> None:
     engine, file = FakeEngine(), tmp_path / "out.json"
     plan = ("--rate", "50", "--requests", "3", "--prompt-words", "2", "--repeat", "2", "--warmup", "0")
+    outputs = ("--slo", "ttft=20s", "--json", str(file), "--plot", str(tmp_path / "out.svg"))
     async with serving(engine) as server:
-        done = await asyncio.to_thread(invoke, server.base, *plan, "--json", str(file))
+        done = await asyncio.to_thread(invoke, server.base, *plan, *outputs)
     assert done.return_value == 0, done.output
     found = json.loads(file.read_text())
     assert [run["seed"] for run in found["runs"]] == [0, 1]
@@ -202,6 +204,15 @@ async def test_several_runs_have_new_prompts_and_a_spread(tmp_path: Path) -> Non
     assert times[0] == times[1]
     spread = found["spread"]["first token p50"]
     assert spread["min"] <= spread["median"] <= spread["max"] and "over 2 runs" in done.stdout
+    assert (tmp_path / "out.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_what_a_picture_shows_of_a_request() -> None:
+    one = {"whole_ms": 9.0, "first_token_ms": 4.0, "is_refused": False, "error": None}
+    assert point_of(one) == point_of({**one, "missed": ()}) == ("first token", 4.0)
+    assert point_of({**one, "missed": ("ttft",)}) == ("first token, objective missed", 4.0)
+    assert point_of({**one, "is_refused": True}) == ("refused", 9.0)
+    assert point_of({**one, "first_token_ms": None}) == point_of({**one, "error": "x"}) == ("failed", 9.0)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +227,8 @@ async def test_several_runs_have_new_prompts_and_a_spread(tmp_path: Path) -> Non
         (("--prompt-words", "1", "--prompt-tokens", "1"), "either --prompt-words or --prompt-tokens"),
         (("--rate", "1", "--requests", "1", "--slo", "ttft=1"), "--slo 'ttft=1': ttft is '1'"),
         (("--api", "openai", "--sockets", "2"), "--sockets is of --api native"),
+        (("--plot", "x.svg"), "--plot needs an open loop"),
+        (("--rate", "1", "--requests", "1", "--plot", "x.txt"), "its name must end in"),
         (("--rate", "9999", "--requests", "300", "--max-tokens", "100000"), "asks for 30,000,000 tokens"),
     ],
     ids=str,

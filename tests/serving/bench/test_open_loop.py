@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.serving.bench.objective import parse_objective
-from headrace.serving.bench.open_figures import open_figures, waits
+from headrace.serving.bench.open_figures import goodput, open_figures, waits
 from headrace.serving.bench.open_loop import OpenLoop, OpenRun, OpenStanding
 from headrace.serving.bench.outcome import Outcome
 from headrace.serving.bench.targets import AS_SOON_AS_ASKED, Terms
@@ -92,6 +92,12 @@ def test_what_never_came_is_infinite() -> None:
     assert waits([7.0, 9.0], 1)["p50_ms"] == 9.0  # the place is a value's own: what never came is not touched
 
 
+def test_a_burst_is_not_answered_in_no_time() -> None:
+    outcomes = [replace(answered(0, first_ms=500 * number), index=number) for number in range(1, 5)]
+    found = goodput(outcomes, 1.0, 100.0, parse_objective("ttft=1.5s"))
+    assert (found["good"], found["per_s"]) == (3, pytest.approx(3 / 1.9, abs=0.001))
+
+
 def answered(index: int, *, first_ms: float, late_ms: float = 0.0, **changes: object) -> Outcome:
     """From its planned second on: the first token after first_ms, three more 100 ms apart."""
     start_s = 100.0 + index
@@ -138,6 +144,10 @@ def test_figures_by_hand() -> None:
     assert refusals["retry_after"]["max_ms"] == 900 and found["errors"]["timeout"]["retry_after"] is None
     good = found["goodput"]
     assert (good["good"], good["of"], good["share"], good["per_s"]) == (1, 5, 0.2, 0.1)
+    assert (found["seconds"], found["output_tokens"], found["output_tokens_per_s"]) == (20.0, 12, 0.6)
+    line = found["timeline"]
+    assert [row["at_s"] for row in line] == [0, 1, 2, 3, 4, 5] and [row["good"] for row in line] == [1, 0, 0, 0, 0, 0]
+    assert [row["refused"] for row in line] == [0, 0, 1, 1, 0, 0] and line[4]["first_token"]["never"] == 1
     assert good["missed"] == {"answer": 3, "ttft": 1} and good["share_interval"][0] < 0.2 < good["share_interval"][1]
     assert found["server"]["first_token_ms"]["count"] == 2 and found["server"]["preemptions"]["sum"] == 2
     # 50 ms before the first token for one, 50 less the 200 that the client was late for the other.
