@@ -23,6 +23,8 @@ def save_open_plot(result: dict[str, Any], objective: Objective | None, path: Pa
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     points: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in KINDS}
     for one in run["requests"]:
+        if one["is_cancelled"]:
+            continue
         kind, value_ms = point_of(one)
         points[kind][0].append(one["planned_s"])
         points[kind][1].append(value_ms)
@@ -37,11 +39,11 @@ def save_open_plot(result: dict[str, Any], objective: Objective | None, path: Pa
     above.grid(True, which="both", alpha=0.2)
     above.legend(fontsize=7)
     line = run["figures"]["timeline"]
-    times = [row["at_s"] for row in line]
-    below.step(times, [row["offered"] for row in line], where="post", color="gray", label="offered")
-    if objective is not None:
-        below.step(times, [row["good"] for row in line], where="post", color="tab:blue", label="good")
-    below.step(times, [row["refused"] for row in line], where="post", color="tab:red", label="refused")
+    edges = [*(row["at_s"] for row in line), run["figures"]["planned_s"]]
+    for name, color in (("offered", "gray"), ("good", "tab:blue"), ("refused", "tab:red")):
+        if name in line[0]:
+            counts = [row[name] for row in line]
+            below.step(edges, [*counts, counts[-1]], where="post", color=color, label=name)
     below.set(xlabel="s, of planned starts", ylabel="requests in a step")
     below.grid(True, alpha=0.2)
     below.legend(fontsize=7)
