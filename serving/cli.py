@@ -26,6 +26,7 @@ from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
+from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
 
@@ -373,6 +374,7 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(make_workload)
 
 
 def _standard_input() -> str:

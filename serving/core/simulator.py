@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.serving.core.events import Event, Finished, TokenEvent
+from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
 from headrace.serving.core.plan import SampledToken, StepPlan, StepResult
 from headrace.serving.core.policy import MAX_OPTIMISTIC_PREEMPTIONS
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
@@ -186,6 +186,8 @@ class Simulation:
             if isinstance(event, TokenEvent):
                 self._require(event.index == len(log.tokens), f"request {event.request_id} repeats or skips a token")
                 log.tokens.append(event)
+            elif isinstance(event, Preempted):
+                self._require(bool(event.num_pages), f"request {event.request_id} was preempted without a page")
             else:
                 log.finished = event
                 self._check_finished(log, event)

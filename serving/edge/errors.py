@@ -37,7 +37,10 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"
     RATE_LIMITED = "rate_limited"
+    DEADLINE_UNMEETABLE = "deadline_unmeetable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     TOO_MANY_STREAMS = "too_many_streams"
     SHUTTING_DOWN = "shutting_down"
     NOT_READY = "not_ready"
@@ -96,7 +99,10 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
     ErrorCode.MODEL_NOT_FOUND: ErrorRule(404, ErrorType.NOT_FOUND, "This server does not serve that model."),
     ErrorCode.METHOD_NOT_ALLOWED: ErrorRule(405, _BAD, "The path exists, the method does not."),
     ErrorCode.QUEUE_FULL: ErrorRule(429, ErrorType.OVERLOADED, "The queue is full; retry after the given time."),
+    ErrorCode.OVERLOADED: ErrorRule(503, ErrorType.OVERLOADED, "A budget of the server is used up; retry later."),
     ErrorCode.RATE_LIMITED: ErrorRule(429, ErrorType.OVERLOADED, "Too many requests or failed keys; retry later."),
+    ErrorCode.DEADLINE_UNMEETABLE: ErrorRule(503, ErrorType.OVERLOADED, "By estimate the deadline cannot be met."),
+    ErrorCode.DEADLINE_EXCEEDED: ErrorRule(504, ErrorType.OVERLOADED, "The deadline passed; the request was ended."),
     ErrorCode.TOO_MANY_STREAMS: ErrorRule(429, ErrorType.OVERLOADED, "Too many live streams on this connection."),
     ErrorCode.SHUTTING_DOWN: ErrorRule(503, ErrorType.UNAVAILABLE, "The server drains and takes no new work."),
     ErrorCode.NOT_READY: ErrorRule(503, ErrorType.UNAVAILABLE, "The engine is starting or not ready."),
@@ -112,6 +118,9 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
 
 _REJECTIONS: dict[RejectionReason, ErrorCode] = {
     RejectionReason.QUEUE_FULL: ErrorCode.QUEUE_FULL,
+    RejectionReason.OVERLOADED: ErrorCode.OVERLOADED,
+    RejectionReason.RATE_LIMITED: ErrorCode.RATE_LIMITED,
+    RejectionReason.DEADLINE: ErrorCode.DEADLINE_UNMEETABLE,
     RejectionReason.CONTEXT_EXCEEDED: ErrorCode.CONTEXT_EXCEEDED,
     RejectionReason.NEVER_FITS: ErrorCode.NEVER_FITS,
     RejectionReason.SHUTTING_DOWN: ErrorCode.SHUTTING_DOWN,
@@ -178,6 +187,10 @@ def from_finished(finished: Finished) -> ApiError | None:
     """The error that a terminal event stands for; None where it is a result (stop, length, cancelled by the client)."""
     if finished.error_code is not None:
         return ApiError(finished.error_code, finished.error_message or "The request failed in the engine.")
+    if finished.cancel_reason is CancelReason.DEADLINE:
+        return ApiError(
+            ErrorCode.DEADLINE_EXCEEDED, "The deadline of the request passed before its last token; it was ended."
+        )
     if finished.cancel_reason is CancelReason.SHUTDOWN:
         return shutting_down()
     if finished.cancel_reason is CancelReason.SLOW_CLIENT:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.events import Event, Finished, TokenEvent
+from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
 from headrace.serving.core.plan import StepPlan, StepResult
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 from headrace.serving.core.scheduler import Scheduler
@@ -190,6 +190,14 @@ class StepLoop:
             prefix_queries_tokens=s.prefix_queries_tokens,
             prefix_hits_tokens=s.prefix_hits_tokens,
             preemptions=s.preemptions,
+            preemptions_swapped=s.preemptions_swapped,
+            preemptions_recomputed=s.preemptions_recomputed,
+            swap_pages_total=s.swap_pages_total,
+            swap_pages_used=s.swap_pages_used,
+            deadline_misses=s.deadline_misses,
+            queued_prompt_tokens=s.queued_prompt_tokens,
+            decode_step_ms=s.decode_step_ms,
+            prefill_token_ms=s.prefill_token_ms,
             compiles_after_ready=self._runner.compiles_after_ready(),
             device_seconds=self.device_seconds,
             host_seconds=host_seconds,
@@ -273,6 +281,7 @@ class Engine:
                 tokens=tuple(e for e in events if isinstance(e, TokenEvent)),
                 finished=tuple(e for e in events if isinstance(e, Finished)),
                 refused=tuple(refused),
+                preempted=tuple(e for e in events if isinstance(e, Preempted)),
                 stats=self._stats(),
             )
         )

@@ -6,7 +6,7 @@ and end-of-file the instant that either side dies.
 
 import msgspec
 
-from headrace.serving.core.events import Finished, TokenEvent
+from headrace.serving.core.events import Finished, Preempted, TokenEvent
 from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 from headrace.serving.engine.ports import ExpertTokens
@@ -97,6 +97,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Gauges and counters of the engine. Counters only grow while the process lives.
 
+    preemptions_swapped, preemptions_recomputed: add up to preemptions. swap_pages_*: host pages. deadline_misses:
+    accepted requests that their deadline ended. queued_prompt_tokens: of requests that wait. decode_step_ms,
+    prefill_token_ms: of a decode step, and what a prompt token adds to a step, as measured lately; 0 while unknown.
     expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
     """
 
@@ -115,6 +118,14 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     nonce: int | None = None
+    preemptions_swapped: int = 0
+    preemptions_recomputed: int = 0
+    swap_pages_total: int = 0
+    swap_pages_used: int = 0
+    deadline_misses: int = 0
+    queued_prompt_tokens: int = 0
+    decode_step_ms: float = 0.0
+    prefill_token_ms: float = 0.0
     expert_tokens: ExpertTokens | None = None
 
     def after(self, earlier: "Stats") -> "Stats":
@@ -139,6 +150,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     finished: tuple[Finished, ...]
     refused: tuple[Refused, ...]
     stats: Stats
+    preempted: tuple[Preempted, ...] = ()
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
