@@ -26,6 +26,7 @@ from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
+from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
 
@@ -55,7 +56,6 @@ memory = section("Memory and steps")
 sampling = section("Generation")
 output = section("Output")
 running = section("Running")
-readiness = section("Readiness")
 
 
 def main() -> int:
@@ -255,25 +255,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
 @running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")
-@readiness(
-    "--probe",
-    "probes",
-    multiple=True,
-    type=click.Path(exists=True, path_type=Path),
-    metavar="FILE|DIR",
-    help="Probe record, or a directory of them, one of which this server must match to be ready; see 'headrace probe'. "
-    "[default: records that come with Headrace, where one is for this model]",
-)
-@readiness("--require-probe", is_flag=True, help="Without a record of this very model and set-up stay not ready.")
-@readiness(
-    "--probe-interval-seconds", type=click.FloatRange(1, 86_400), default=300.0, help="Between two runs of the probe."
-)
-@readiness(
-    "--probe-limit-seconds",
-    type=click.FloatRange(0.1, 3600),
-    default=60.0,
-    help="Of one run. A late one is tried again before the first pass, and proves nothing after it.",
-)
+@readiness_options
 @running("--allow-unknown-fields", is_flag=True, help="Ignore unknown body fields with a warning header.")
 def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     """Serve MODEL over WebSocket and HTTP.
@@ -306,10 +288,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         drain_s=flags["drain_seconds"],
         restart_engine=flags["restart_engine"],
         allow_unknown_fields=flags["allow_unknown_fields"],
-        probes=flags["probes"],
-        require_probe=flags["require_probe"],
-        probe_interval_s=flags["probe_interval_seconds"],
-        probe_limit_s=flags["probe_limit_seconds"],
+        **readiness_fields(flags),
     )
     return run_server(options, Console(stderr=True))
 
@@ -396,6 +375,8 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(contract)
+commands.add_command(probe)
 
 
 def _standard_input() -> str:
