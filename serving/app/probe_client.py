@@ -244,7 +244,7 @@ async def check(server: Probed, wanted: ProbeRecord) -> list[str]:
 
 
 async def contract_at(source: str, key: str | None) -> Contract:
-    """Of a server, or out of a file: a saved ``/v1/contract``, or a probe record. Raises: ServerError or ConfigError."""
+    """Of a server, or in a file: a saved contract, or a probe record. Raises: ServerError or ConfigError."""
     if "://" in source:
         document: Any = await Probed(source, key).contract()
     else:

@@ -1,4 +1,4 @@
-"""The commands ``headrace contract`` and ``headrace probe``, and the readiness flags of ``headrace serve``. JAX-free."""
+"""The commands ``headrace contract`` and ``headrace probe``, and the readiness flags of ``serve``. JAX-free."""
 
 import asyncio
 import json

@@ -264,7 +264,8 @@ class ReadinessProbe:
         if verdict.status is ProbeStatus.FAILED:
             log.error("not ready: probe failed: %s", verdict.why)
         elif verdict.status is ProbeStatus.UNRECORDED:
-            log.warning("probe: unrecorded%s", ", so not ready (--require-probe)" if self._config.is_required else "")
+            so = "not ready, since --require-probe is set" if self._config.is_required else "ready without a check"
+            log.warning("probe: unrecorded, so %s; 'headrace probe record' makes a record", so)
 
     # Running
 
