@@ -271,6 +271,7 @@ class ReadinessProbe:
 
     def wake(self) -> None:
         """The engine's state has changed."""
+        self._counts.probe_is(self.status)
         self._wake.set()
 
     async def run(self) -> None:

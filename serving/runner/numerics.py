@@ -37,8 +37,8 @@ def numerics_of(device: jax.Device) -> dict[str, str]:
     for package in ACCELERATOR_PACKAGES:
         if (installed := _version(package)) is not None:
             found[package] = installed
-    # libtpu's build, or the versions of CUDA and its driver; of several lines the first says it all.
-    found["runtime"] = str(device.client.platform_version).strip().partition("\n")[0][:200]
+    # libtpu's build, or the versions of CUDA and its driver.
+    found["runtime"] = " ".join(str(device.client.platform_version).split())[:200]
     return found
 
 
