@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Protocol
 
 from headrace.serving.core.admission import Limits, validate
@@ -35,6 +34,7 @@ from headrace.serving.core.probe import (
 from headrace.serving.core.request import CancelReason, FinishReason, Rejection, Request, RequestId, SamplingParams
 from headrace.serving.edge.engine_client import EngineUnavailable, Sink
 from headrace.serving.edge.errors import ApiError, ErrorCode
+from headrace.serving.edge.probe_view import ProbeStatus
 from headrace.serving.engine.messages import Ready, Refused
 
 PROBE_TENANT = ":probe"
@@ -43,40 +43,6 @@ RETRY_S = 5.0
 """After a run before the first pass that was late or refused."""
 
 log = logging.getLogger("headrace.probe")
-
-
-class ProbeStatus(StrEnum):
-    """unrecorded: there is nothing to compare with. pending: not passed since the engine started."""
-
-    UNRECORDED = "unrecorded"
-    PENDING = "pending"
-    PASSED = "passed"
-    FAILED = "failed"
-
-
-class ProbeView(Protocol):
-    """What the service asks of a probe."""
-
-    @property
-    def status(self) -> str: ...
-    @property
-    def fault(self) -> str | None:
-        """Why requests are not taken; None where they are."""
-
-    def as_json(self) -> dict[str, object]:
-        """For ``/v1/contract``."""
-
-
-class _NoProbe:
-    status = ProbeStatus.UNRECORDED.value
-    fault = None
-
-    def as_json(self) -> dict[str, object]:
-        return {"status": self.status}
-
-
-NO_PROBE: ProbeView = _NoProbe()
-"""Of a service that nobody gave a probe."""
 
 
 class ProbeEngine(Protocol):

@@ -27,7 +27,7 @@ from headrace.serving.edge.http_json import JsonObject
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.metrics import EngineView, Metrics
 from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
-from headrace.serving.edge.probe import NO_PROBE, ProbeView
+from headrace.serving.edge.probe_view import NO_PROBE, ProbeView
 from headrace.serving.edge.prompt_ids import PromptEncoder
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready
