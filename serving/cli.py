@@ -26,8 +26,10 @@ from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
+from headrace.serving.app.replay_command import replay
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
+from headrace.serving.engine.journal_file import JournalOptions
 
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 A_FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -212,7 +214,16 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
         max_queued_prompt_tokens=flags.get("max_queued_tokens", 524_288),
         compile_cache=None if flags["no_compile_cache"] else str(flags["compile_cache"]),
         hosts=place,
+        journal=_journal(flags, place),
     )
+
+
+def _journal(flags: dict[str, Any], place: HostPlace | None) -> JournalOptions | None:
+    """Rank 0 alone schedules."""
+    path = flags.get("journal")
+    if path is None or (place is not None and place.rank > 0):
+        return None
+    return JournalOptions(path=str(path.absolute()), limit_bytes=flags["journal_limit"])
 
 
 @commands.command(cls=SectionCommand)
@@ -254,6 +265,17 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
 @running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")
+@running(
+    "--journal",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append what the scheduler is asked and answers to FILE, for 'headrace replay'; it holds the ids of prompts.",
+)
+@running(
+    "--journal-limit",
+    type=ByteSize(),
+    default="1GiB",
+    help="The journal stops when its file is so large; the service goes on.",
+)
 @running("--allow-unknown-fields", is_flag=True, help="Ignore unknown body fields with a warning header.")
 def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     """Serve MODEL over WebSocket and HTTP.
@@ -372,6 +394,7 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(replay)
 
 
 def _standard_input() -> str:

@@ -8,10 +8,12 @@ device, the memory arithmetic above all, is printed when the engine is ready.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import ssl
 from datetime import datetime
 from importlib.metadata import version
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -19,7 +21,7 @@ from starlette.types import ASGIApp
 
 from headrace.model.config import ModelConfig
 from headrace.model.config_files import read_config
-from headrace.serving.app.build import check, engine_launch
+from headrace.serving.app.build import EngineOptions, check, engine_launch
 from headrace.serving.app.bulk_process import bulk_launch
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.options import ServeOptions
@@ -38,6 +40,7 @@ from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, 
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.engine.journal_file import open_journal
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
 
@@ -82,6 +85,7 @@ def run_server(options: ServeOptions, console: Console) -> int:
     model = read_config(options.model_path)
     check(options.engine, model)
     print_configuration(console, options, model)
+    _check_journal(options.engine)
     policy = SecurityPolicy(
         bind_host=options.host,
         allow_hosts=options.allow_hosts,
@@ -204,6 +208,13 @@ async def _stop_with(engine: EngineClient, control: ServerControl) -> None:
     """End the server when the engine is dead for good."""
     await engine.wait_failed()
     control.stop(ExitCode.ENGINE_DIED)
+
+
+def _check_journal(engine: EngineOptions) -> None:
+    """Raises: ConfigError."""
+    if engine.journal is not None:
+        os.close(open_journal(Path(engine.journal.path)))
+        log.warning("%s will hold the token ids of all prompts and answers; keep it private", engine.journal.path)
 
 
 def _check_certificate(options: ServeOptions) -> None:
