@@ -24,12 +24,14 @@ from headrace.serving.app.build import (
 )
 from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
+from headrace.serving.app.logs import LogFormat
+from headrace.serving.app.observe_flags import journal_options, observe_options
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.replay_command import replay
+from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
-from headrace.serving.engine.journal_file import JournalOptions
 
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 A_FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -91,7 +93,7 @@ def commands() -> None:
 def pull(name: str, cache_dir: Path | None) -> None:
     """Fetch a model and print its path.
 
-    NAME is smollm2-135m (the default), or a Hugging Face name org/name[@revision].
+    NAME is smollm2-135m (the default), tiny, or a Hugging Face name org/name[@revision].
     """
     if name not in CATALOG and Path(name).exists():
         raise click.UsageError(f"{name} is a path already; pull takes a name: {', '.join(CATALOG)} or org/name")
@@ -214,16 +216,9 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
         max_queued_prompt_tokens=flags.get("max_queued_tokens", 524_288),
         compile_cache=None if flags["no_compile_cache"] else str(flags["compile_cache"]),
         hosts=place,
-        journal=_journal(flags, place),
+        journal=journal_options(flags, place),
+        log_format=LogFormat(flags.get("log_format", LogFormat.TEXT)),
     )
-
-
-def _journal(flags: dict[str, Any], place: HostPlace | None) -> JournalOptions | None:
-    """Rank 0 alone schedules."""
-    path = flags.get("journal")
-    if path is None or (place is not None and place.rank > 0):
-        return None
-    return JournalOptions(path=str(path.absolute()), limit_bytes=flags["journal_limit"])
 
 
 @commands.command(cls=SectionCommand)
@@ -265,23 +260,14 @@ def _journal(flags: dict[str, Any], place: HostPlace | None) -> JournalOptions |
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
 @running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")
-@running(
-    "--journal",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Append what the scheduler is asked and answers to FILE, for 'headrace replay'; it holds the ids of prompts.",
-)
-@running(
-    "--journal-limit",
-    type=ByteSize(),
-    default="1GiB",
-    help="The journal stops when its file is so large; the service goes on.",
-)
 @running("--allow-unknown-fields", is_flag=True, help="Ignore unknown body fields with a warning header.")
+@observe_options
 def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     """Serve MODEL over WebSocket and HTTP.
 
-    MODEL is smollm2-135m (the default, fetched on first use), a .gguf file, a model directory, or a Hugging Face name.
-    The URL is printed on standard output when the server is ready; everything else goes to standard error.
+    MODEL is smollm2-135m (the default, fetched on first use), tiny (random weights, ready in seconds), a .gguf file, a
+    model directory, or a Hugging Face name. The URL is printed on standard output when the server is ready; everything
+    else goes to standard error.
     """
     place = host_place(flags["hosts"], flags["rank"], flags["coordinator"], flags["join_seconds"])
     found = _find_model(model_source, cache_dir)
@@ -308,6 +294,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         drain_s=flags["drain_seconds"],
         restart_engine=flags["restart_engine"],
         allow_unknown_fields=flags["allow_unknown_fields"],
+        otlp_endpoint=flags["otlp_endpoint"],
     )
     return run_server(options, Console(stderr=True))
 
@@ -395,6 +382,7 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 commands.add_command(plan)
 commands.add_command(bench)
 commands.add_command(replay)
+commands.add_command(make_workload)
 
 
 def _standard_input() -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from headrace.model.config import ModelConfig
+from headrace.serving.app.logs import LogFormat
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
@@ -85,6 +86,7 @@ class EngineOptions:
     compile_cache: str | None = None
     hosts: HostPlace | None = None
     journal: JournalOptions | None = None
+    log_format: LogFormat = LogFormat.TEXT
     interpret: bool = False
     fake: FakeOptions | None = None
 

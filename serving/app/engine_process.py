@@ -25,6 +25,7 @@ import msgspec
 from headrace.model.errors import ModelFileError
 from headrace.serving.app.build import BuiltEngine, build_engine, decode_options
 from headrace.serving.app.hosts import find_hosts, run_follower
+from headrace.serving.app.logs import LogFormat, set_up_logging
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.engine import Engine, StepLoop, describe
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     faulthandler.enable()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
+    set_up_logging(LogFormat.TEXT, "engine")
     logging.getLogger("jax").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description="Engine process of Headrace; started by headrace serve.")
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the link")
@@ -85,6 +86,7 @@ def run(link: EngineLink) -> int:
         if first is None:
             return 0
         options = decode_options(first)
+        set_up_logging(options.log_format, "engine")
         threading.Thread(target=read_commands, args=(bodies, inbox, link), daemon=True, name="link-reader").start()
         started_s = time.monotonic()
 

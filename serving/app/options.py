@@ -19,6 +19,7 @@ class ServeOptions:
     allow_origins, allow_hosts: beyond the server's own. unsafe_bind: serve beyond loopback without keys.
     heartbeat_s: between pings on a WebSocket; a client whose pong or TCP acknowledgement is so late is cut off.
     drain_s: how long running requests may go on after SIGTERM. restart_engine: start a dead engine again.
+    otlp_endpoint: URL that traces go to; None = none are made.
 
     Raises: ConfigError naming option and remedy.
     """
@@ -38,6 +39,7 @@ class ServeOptions:
     drain_s: float = 30.0
     restart_engine: bool = False
     allow_unknown_fields: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.restart_engine and self.engine.hosts is not None:

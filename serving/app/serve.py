@@ -24,6 +24,7 @@ from headrace.model.config_files import read_config
 from headrace.serving.app.build import EngineOptions, check, engine_launch
 from headrace.serving.app.bulk_process import bulk_launch
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
+from headrace.serving.app.logs import console_for, set_up_logging
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.app.text_tools import TextOptions, TextTools, load_text_tools
 from headrace.serving.core.errors import ConfigError
@@ -81,7 +82,8 @@ class SocketMetrics:
 
 def run_server(options: ServeOptions, console: Console) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError and ModelFileError before anything is started."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(options.engine.log_format, "edge")
+    console = console_for(options.engine.log_format, console)
     model = read_config(options.model_path)
     check(options.engine, model)
     print_configuration(console, options, model)
