@@ -77,10 +77,10 @@ class RequestLog:
         ))  # fmt: skip
 
     def refused(self, error: ApiError, tenant: str, now_s: float) -> None:
-        """A refused request has no id of the server's; code and field say what was wrong with it."""
+        """A refused request has no id of the server's. The field at fault is not named: clients make up names."""
         if not _log.isEnabledFor(logging.INFO):
             return
-        fields: dict[str, object] = {"event": "refused", "code": error.code, "param": error.param}
+        fields: dict[str, object] = {"event": "refused", "code": error.code}
         if error.retry_after_ms is not None:
             fields["retry_after_ms"] = error.retry_after_ms
         self._write(tenant, now_s, "request refused: %s", fields, (error.code,))
