@@ -12,6 +12,7 @@ import os
 import signal
 import ssl
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, 
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.edge.tracing import TracedService, TraceHeaders, TraceSink
 from headrace.serving.engine.journal_file import open_journal
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
@@ -95,10 +97,18 @@ def run_server(options: ServeOptions, console: Console) -> int:
         keys=None if options.api_keys is None else KeyRing(options.api_keys),
     )
     _check_certificate(options)
-    return run(_run(options, model, policy, console))
+    with contextlib.ExitStack() as stack:
+        tracer = None
+        if options.otlp_endpoint is not None:
+            from headrace.serving.app.otel import open_tracer
+
+            tracer = stack.enter_context(contextlib.closing(open_tracer(options.otlp_endpoint)))
+        return run(_run(options, model, policy, console, tracer))
 
 
-async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy, console: Console) -> ExitCode:
+async def _run(
+    options: ServeOptions, model: ModelConfig, policy: SecurityPolicy, console: Console, tracer: TraceSink | None
+) -> ExitCode:
     config = ServerConfig(
         host=options.host,
         port=options.port,
@@ -118,7 +128,7 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
                 return ExitCode.CLEAN
             bulk = stack.enter_context(contextlib.closing(BulkEncoder(bulk_launch(text, tools))))
             bulk.start()  # It loads what it needs beside the first requests.
-            service = _service(options, model, engine, tools, bulk)
+            service = _service(options, model, engine, tools, bulk, tracer)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
@@ -172,7 +182,12 @@ def _show(display: ProgressDisplay, sign: Starting) -> None:
 
 
 def _service(
-    options: ServeOptions, model: ModelConfig, engine: EngineClient, tools: TextTools, bulk: BulkEncoder
+    options: ServeOptions,
+    model: ModelConfig,
+    engine: EngineClient,
+    tools: TextTools,
+    bulk: BulkEncoder,
+    tracer: TraceSink | None,
 ) -> Service:
     config = ServiceConfig(
         model_names=(options.model_name,),
@@ -183,17 +198,18 @@ def _service(
         max_queued_prompt_tokens=options.engine.max_queued_prompt_tokens,
         allow_unknown_fields=options.allow_unknown_fields,
     )
-    return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
+    make = Service if tracer is None else partial(TracedService, sink=tracer)
+    return make(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
 
 
 def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -> tuple[ASGIApp, StreamEndpoint]:
     """One doorkeeper looks at every request, and at the key of a hello."""
-    door = Doorkeeper(policy)
+    door, is_traced = Doorkeeper(policy), isinstance(service, TracedService)
     session = SessionConfig(server=f"headrace/{version('headrace')}", heartbeat_s=heartbeat_s)
     streams = StreamEndpoint(service, door, StreamConfig(session=session), metrics=service.metrics)
     app = build_app(
         service,
-        security=lambda inner: SecurityLayer(inner, door),
+        security=lambda inner: SecurityLayer(TraceHeaders(inner) if is_traced else inner, door),
         stream_endpoint=streams,
         extra_routes=(page_route(),),
     )

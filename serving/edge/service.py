@@ -117,6 +117,7 @@ class Service:
         self._waiting = _Waiting()
         self._drain_rate = DrainRate()
         self._log = RequestLog()
+        self._make_generation: type[Generation] = Generation
 
     # State
 
@@ -241,7 +242,7 @@ class Service:
 
     def _generation(self, index: int, request: Request, parsed: ParsedBody) -> Generation:
         tokenizer = self._tokenizer
-        return Generation(
+        return self._make_generation(
             index=index,
             request=request,
             text=OutputText(
