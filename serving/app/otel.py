@@ -1,5 +1,6 @@
 """Traces as OpenTelemetry spans, sent by OTLP over HTTP; needs the extra ``otel``."""
 
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +14,7 @@ TRACES_PATH = "/v1/traces"
 MAX_QUEUED_SPANS = 4096
 """Spans that wait to be sent; what is beyond is dropped, as where nobody answers."""
 SEND_TIMEOUT_S = 5.0
+CLOSE_S = 3.0
 
 
 def traces_url(endpoint: str) -> str:
@@ -71,5 +73,7 @@ class OtelSink:
         )
 
     def close(self) -> None:
-        """Send what waits; may take SEND_TIMEOUT_S."""
-        self._provider.shutdown()
+        """Send what waits, for CLOSE_S at most: without a collector the SDK tries each batch for seconds."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="otel-close")
+        closing.start()
+        closing.join(CLOSE_S)
