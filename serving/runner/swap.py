@@ -28,6 +28,8 @@ from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.warmup import Program
 
 Array = jax.Array
+Staged = tuple[Array, ...]
+"""Pages on their way, for each array of the pool: [lanes * pages of a call, L, ...]."""
 
 GROUP_BYTES = 8 << 20
 """About what one call copies in each lane. A page of SmolLM2-135M takes 720 KiB, of Llama-3.1-8B in bfloat16 8 MiB."""
@@ -65,18 +67,19 @@ def swap_shape(pool: KVPool, config: SchedulerConfig) -> SwapShape:
 def swap_programs(pool: KVPool, config: SchedulerConfig, backend: Backend) -> tuple[Program, Program]:
     """(out, in). pool: shapes, types and places.
 
-    out: (pool, pages_GS) -> pages of shape [G * S, L, ...]. in: (pool, pages_GS, the same shape) -> (pool, 0); the pool
-    is donated. G lanes, S pages of each call; pages_GS i32, of the lane, its real ones first and 0 behind them.
+    out: (pool, pages_GS) -> an array [G * S, L, ...] for each of the pool's. in: (pool, pages_GS, the same arrays) ->
+    (pool, 0); the pool is donated. G lanes, S pages of each call; pages_GS i32, of the lane, its real ones first and 0
+    behind them.
     """
     size = swap_shape(pool, config).num_pages
     pages_GS = jax.ShapeDtypeStruct((config.num_lanes, size), jnp.int32, sharding=backend.sharding())
-    staged = jax.tree.map(lambda x: _staged_shape(x, config, size, backend), pool)
+    staged = tuple(_staged_shape(x, config, size, backend) for x in jax.tree.leaves(pool))
     lane, num_pages = backend.shards.data, config.num_pages
 
-    def swap_out(pool: KVPool, pages_GS: Array) -> KVPool:
+    def swap_out(pool: KVPool, pages_GS: Array) -> Staged:
         return _read(pool, pages_GS[lane.index], num_pages)
 
-    def swap_in(pool: KVPool, pages_GS: Array, staged: KVPool) -> tuple[KVPool, Array]:
+    def swap_in(pool: KVPool, pages_GS: Array, staged: Staged) -> tuple[KVPool, Array]:
         # The number is there to be waited for: the pool itself is donated to what comes next.
         return _write(pool, pages_GS[lane.index], staged, num_pages), jnp.int32(0)
 
@@ -104,7 +107,7 @@ def _staged_shape(rows: Any, config: SchedulerConfig, size: int, backend: Backen
     return jax.ShapeDtypeStruct(shape, rows.dtype, sharding=backend.sharding(cut))
 
 
-def _read(pool: KVPool, page_S: Array, num_pages: int) -> KVPool:
+def _read(pool: KVPool, page_S: Array, num_pages: int) -> Staged:
     """[S, L, ...] of what this device has; zeros where page_S has no page.
 
     A slice for each layer of a page: XLA:CPU copies a slice whole, and a gather element by element.
@@ -117,12 +120,12 @@ def _read(pool: KVPool, page_S: Array, num_pages: int) -> KVPool:
         return _moved(to, i, pool, row)
 
     rows = lax.fori_loop(0, (page_S > 0).sum() * layers, copy, start)
-    return jax.tree.map(lambda x: x.reshape(page_S.shape[0], layers, *x.shape[1:]), rows)
+    return tuple(x.reshape(page_S.shape[0], layers, *x.shape[1:]) for x in jax.tree.leaves(rows))
 
 
-def _write(pool: KVPool, page_S: Array, staged: KVPool, num_pages: int) -> KVPool:
+def _write(pool: KVPool, page_S: Array, staged: Staged, num_pages: int) -> KVPool:
     layers = pool.pages_RKWC.shape[0] // num_pages
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), staged)
+    rows = jax.tree.unflatten(jax.tree.structure(pool), [x.reshape(-1, *x.shape[2:]) for x in staged])
 
     def copy(i: Array, to: KVPool) -> KVPool:
         return _moved(to, (i % layers) * num_pages + page_S[i // layers], rows, i)
@@ -143,7 +146,7 @@ class _Leaving:
     """Pages on their way to the host. rows: (row of the staged arrays, host page)."""
 
     step_id: int
-    staged: KVPool
+    staged: Staged
     rows: tuple[tuple[int, int], ...]
 
 
@@ -160,7 +163,6 @@ class HostPages:
             raise ConfigError("swap of KV pages works within one process; on several hosts give --swap-memory 0")
         self._config = config
         self.shape = swap_shape(pool, config)
-        self._treedef = jax.tree.structure(pool)
         self._staged = [_staged_shape(x, config, self.shape.num_pages, backend) for x in jax.tree.leaves(pool)]
         self._pages = [np.zeros((self.num_pages, *x.shape[1:]), x.dtype) for x in self._staged]
         self._filled: set[int] = set()
@@ -203,7 +205,7 @@ class HostPages:
             if len(self._leaving) >= self.shape.max_staged:
                 self._finish_oldest()
             staged = program(pool, pages_GS)
-            for leaf in jax.tree.leaves(staged):
+            for leaf in staged:
                 leaf.copy_to_host_async()
             self._leaving.append(_Leaving(step_id=step_id, staged=staged, rows=rows))
             self._filled.update(host_page for _, host_page in rows)
@@ -227,7 +229,7 @@ class HostPages:
             for to, source in zip(staged, self._pages, strict=True):
                 for row, host_page in rows:
                     to[row] = source[host_page]
-            pool, done = program(pool, pages_GS, jax.tree.unflatten(self._treedef, staged))
+            pool, done = program(pool, pages_GS, tuple(staged))
             self._returning.append(done)
         return pool
 
@@ -249,7 +251,7 @@ class HostPages:
 
     def _finish_oldest(self) -> None:
         of = self._leaving.popleft()
-        for to, leaf in zip(self._pages, jax.tree.leaves(of.staged), strict=True):
+        for to, leaf in zip(self._pages, of.staged, strict=True):
             staged = np.asarray(leaf)
             for row, host_page in of.rows:
                 to[host_page] = staged[row]
