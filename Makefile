@@ -7,6 +7,7 @@
 # make aot-tpu          compile all kernels and whole steps for absent TPUs (ARGS="--chips v6e --only decode …"; --help)
 # make aot-cuda         the same for an absent H100 and H200        (ARGS="--chips h100 --only decode …"; --help)
 # make check-plan       headrace plan by both compilers, against public measurements
+# make autobahn         RFC 6455 by Autobahn's test suite, in an environment of its own with Python 2.7
 # make protocol         write PROTOCOL.md from the message schema
 # PYTHON=python3.13 picks the interpreter; one of another version than python3 gets a .venv-3.13 of its own.
 
@@ -26,11 +27,13 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts simulation isolation
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
+CHECKS += fuzz cancels memory-slope
+CHECKS += simulation isolation
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan checks venv venv-dev clean simulate simulate-bugs $(CHECKS:%=check-%)
+.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan autobahn checks venv venv-dev clean simulate simulate-bugs $(CHECKS:%=check-%)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -95,6 +98,12 @@ check-plan: python
 	@mkdir -p evidence
 	$(VENV)-aot-tpu/bin/python -m scripts.check_plan --cuda-python $(abspath $(VENV))-aot-cuda/bin/python --install \
 	  --out evidence/plan.json $(ARGS)
+
+# The suite and the old packages that it needs stay outside the project's environment.
+autobahn: venv-dev
+	@mkdir -p evidence
+	$(BIN)/python -m scripts.check_autobahn --folder $(VENV)-autobahn --table scripts/autobahn/results.md \
+	  --out evidence/autobahn.json $(ARGS)
 
 checks:
 	@printf 'make check-%s\n' $(CHECKS) plan
