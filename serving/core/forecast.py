@@ -7,6 +7,7 @@ and preemption are left out. So the forecast leans to the early side, and only w
 While nothing has been measured there is no forecast, and nothing is refused.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -50,6 +51,9 @@ class Work:
     @property
     def tokens(self) -> float:
         return self.prompt_tokens + self.output_tokens
+
+
+NO_WORK = Work()
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +185,9 @@ class Forecast:
     last_token_ms: float
 
 
-def forecast(speed: EngineSpeed, place: Place, ahead: Work, remaining: list[int]) -> Forecast | None:
+def forecast(
+    speed: EngineSpeed, prompt_tokens: int, output_tokens: int, ahead: Work = NO_WORK, remaining: Sequence[int] = ()
+) -> Forecast | None:
     """Of a request with work ahead of it, beside running requests that still generate so many tokens each (ascending).
 
     None while speed is unknown.
@@ -192,13 +198,13 @@ def forecast(speed: EngineSpeed, place: Place, ahead: Work, remaining: list[int]
     steps = _steps_until_free(num_to_end, remaining, ahead, speed.num_rows)
     # Prompts ahead are read in the steps that are waited for anyway, as far as those have room for them.
     steps = max(steps, ahead.prompt_tokens / (speed.chunk_tokens * speed.num_lanes))
-    steps += ceil(max(1, place.prompt_tokens) / speed.chunk_tokens)
-    reading_ms = (ahead.prompt_tokens / speed.num_lanes + place.prompt_tokens) * speed.prefill_token_ms
+    steps += ceil(max(1, prompt_tokens) / speed.chunk_tokens)
+    reading_ms = (ahead.prompt_tokens / speed.num_lanes + prompt_tokens) * speed.prefill_token_ms
     first_ms = steps * speed.decode_step_ms + reading_ms
-    return Forecast(first_ms, first_ms + (place.output_tokens - 1) * speed.decode_step_ms)
+    return Forecast(first_ms, first_ms + (output_tokens - 1) * speed.decode_step_ms)
 
 
-def _steps_until_free(num_to_end: int, remaining: list[int], ahead: Work, num_rows: int) -> float:
+def _steps_until_free(num_to_end: int, remaining: Sequence[int], ahead: Work, num_rows: int) -> float:
     """Steps until so many requests have ended, running ones first, and a row is free."""
     if num_to_end <= 0:
         return 0.0

@@ -16,7 +16,15 @@ class OutputHistory:
     """
 
     def __init__(self) -> None:
-        self._shares: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._shares: OrderedDict[tuple[str | None, int], float] = OrderedDict()
+
+    def known_tokens(self, tenant: str, max_tokens: int) -> int | None:
+        """Of this tenant's requests, or else of everybody's; None while nothing is known."""
+        for whose in (tenant, None):
+            share = self._shares.get((whose, max_tokens.bit_length()))
+            if share is not None:
+                return min(max_tokens, max(1, ceil(share * max_tokens)))
+        return None
 
     def expected_tokens(self, tenant: str, max_tokens: int) -> int:
         """From 1 to max_tokens; max_tokens while nothing is known."""
@@ -25,9 +33,10 @@ class OutputHistory:
 
     def ended(self, tenant: str, max_tokens: int, num_generated: int) -> None:
         """A request ended by itself (a cancelled one says nothing)."""
-        kind = (tenant, max_tokens.bit_length())
-        share, mean = num_generated / max_tokens, self._shares.get(kind)
-        self._shares[kind] = share if mean is None else mean + SMOOTHING * (share - mean)
-        self._shares.move_to_end(kind)
+        share = num_generated / max_tokens
+        for kind in ((tenant, max_tokens.bit_length()), (None, max_tokens.bit_length())):
+            mean = self._shares.get(kind)
+            self._shares[kind] = share if mean is None else mean + SMOOTHING * (share - mean)
+            self._shares.move_to_end(kind)
         if len(self._shares) > MAX_KINDS:
             self._shares.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What one tenant may use and how its requests stand beside those of others. Frozen values; files are read elsewhere."""
+"""What one tenant may use, and how its requests stand beside those of others. Values only; files are read elsewhere."""
 
 from dataclasses import dataclass
 from enum import StrEnum

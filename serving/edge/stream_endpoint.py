@@ -27,6 +27,7 @@ from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.security import identity_of, peer_of, refuse
 from headrace.serving.edge.session import Session, SessionConfig, SessionState, Start
 from headrace.serving.edge.stream import ReplayBudget
+from headrace.serving.edge.terms import Terms
 
 MESSAGES_PER_TURN = 64
 """Messages of one socket handled before the others get their turn; receiving does not yield while some are queued."""
@@ -44,7 +45,9 @@ class StreamService(Protocol):
     def model_names(self) -> tuple[str, ...]: ...
     @property
     def max_context(self) -> int: ...
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job: ...
+    async def start(
+        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", terms: Terms | None = None
+    ) -> Job: ...
 
 
 class KeyCheck(Protocol):
@@ -306,15 +309,16 @@ class _Socket:
         start = self.session.receive_text(text)
         self._count_if_open()
         if start is not None:
-            task = asyncio.create_task(self._prepare(start))
+            terms = Terms(deadline_ms=start.deadline_ms, priority=start.priority, arrival_s=self._last_message_s)
+            task = asyncio.create_task(self._prepare(start, terms))
             start.stream.preparing(task.cancel)
             self._endpoint.keep(task)
 
-    async def _prepare(self, start: Start) -> None:
+    async def _prepare(self, start: Start, terms: Terms) -> None:
         """Prepare and submit a request; tokenizing and templates run off the loop, inside the service."""
         stream = start.stream
         try:
-            job = await self._endpoint.service.start(start.endpoint, start.body, tenant=start.tenant)
+            job = await self._endpoint.service.start(start.endpoint, start.body, tenant=start.tenant, terms=terms)
         except ApiError as error:
             stream.fail(error)
         except Exception:
