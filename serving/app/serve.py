@@ -37,7 +37,9 @@ from headrace.serving.edge.security import Doorkeeper, SecurityLayer, SecurityPo
 from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, bind, run, serve, url_of
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.edge.session import SessionConfig
+from headrace.serving.edge.shared_prefixes import DeclaredPrefix, SharedPrefixes
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.edge.tenants import Policies
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
 
@@ -82,17 +84,26 @@ def run_server(options: ServeOptions, console: Console) -> int:
     model = read_config(options.model_path)
     check(options.engine, model)
     print_configuration(console, options, model)
+    keys = None if options.api_keys is None else KeyRing(options.api_keys)
+    policies, prefixes = options.limits.read_policies(keys), options.limits.read_prefixes()
     policy = SecurityPolicy(
         bind_host=options.host,
         allow_hosts=options.allow_hosts,
         allow_origins=options.allow_origins,
-        keys=None if options.api_keys is None else KeyRing(options.api_keys),
+        keys=keys,
     )
     _check_certificate(options)
-    return run(_run(options, model, policy, console))
+    return run(_run(options, model, policy, policies, prefixes, console))
 
 
-async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy, console: Console) -> ExitCode:
+async def _run(
+    options: ServeOptions,
+    model: ModelConfig,
+    policy: SecurityPolicy,
+    policies: Policies,
+    prefixes: tuple[DeclaredPrefix, ...],
+    console: Console,
+) -> ExitCode:
     config = ServerConfig(
         host=options.host,
         port=options.port,
@@ -112,7 +123,8 @@ async def _run(options: ServeOptions, model: ModelConfig, policy: SecurityPolicy
                 return ExitCode.CLEAN
             bulk = stack.enter_context(contextlib.closing(BulkEncoder(bulk_launch(text, tools))))
             bulk.start()  # It loads what it needs beside the first requests.
-            service = _service(options, model, engine, tools, bulk)
+            shared = await asyncio.to_thread(options.limits.encode_prefixes, prefixes, tools)
+            service = _service(options, model, engine, tools, bulk, policies, shared)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
@@ -166,8 +178,15 @@ def _show(display: ProgressDisplay, sign: Starting) -> None:
 
 
 def _service(
-    options: ServeOptions, model: ModelConfig, engine: EngineClient, tools: TextTools, bulk: BulkEncoder
+    options: ServeOptions,
+    model: ModelConfig,
+    engine: EngineClient,
+    tools: TextTools,
+    bulk: BulkEncoder,
+    policies: Policies,
+    shared: SharedPrefixes,
 ) -> Service:
+    limits = options.limits
     config = ServiceConfig(
         model_names=(options.model_name,),
         vocab_size=model.vocab_size,
@@ -175,9 +194,22 @@ def _service(
         version=version("headrace"),
         max_queued_requests=options.engine.max_queued_requests,
         max_queued_prompt_tokens=options.engine.max_queued_prompt_tokens,
+        max_streams=limits.max_live_streams,
+        max_tokens_in_flight=limits.max_tokens_in_flight,
+        max_live_pages=limits.max_live_pages,
+        first_token_ms=limits.first_token_ms,
+        chunk_tokens=options.engine.chunk_tokens,
         allow_unknown_fields=options.allow_unknown_fields,
     )
-    return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
+    return Service(
+        config,
+        engine=engine,
+        tokenizer=tools.tokenizer,
+        template=tools.template,
+        bulk=bulk,
+        policies=policies,
+        shared_prefixes=shared,
+    )
 
 
 def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -> tuple[ASGIApp, StreamEndpoint]:

@@ -111,7 +111,8 @@ class AdmissionControl:
         if deadline_s is not None and now_s >= deadline_s:
             raise deadline_exceeded()
         bounds = _prompt_bounds(body, sizes, ready.max_context)
-        most = body.max_tokens or max(1, ready.max_context - bounds[0])
+        left = max(1, ready.max_context - bounds[0])
+        most = left if body.max_tokens is None else min(body.max_tokens, ready.max_context)
         expected = self._history.expected_tokens(tenant, most) if body.generate else 1
         costs = [Cost(prompt_tokens=bound, output_tokens=expected, page_size=ready.page_size) for bound in bounds]
         likely = [bound if self._is_exact(body, i) else self._likely_tokens(bound) for i, bound in enumerate(bounds)]
@@ -240,8 +241,8 @@ class AdmissionControl:
     def _require_in_time(
         self, place: Place, own: int, ahead: Work | None, deadline_s: float | None, now_s: float
     ) -> tuple[Work, Forecast | None]:
-        """The work ahead and the forecast; raises ApiError where it would be too late. own: output tokens of the request.
-        ahead: None = as of now."""
+        """The work ahead and the forecast; raises ApiError where it would be too late. own: output tokens of this
+        request. ahead: None = as of now."""
         objective, speed = self.config.first_token_ms, self.speed
         if (objective is None and deadline_s is None) or speed is None or not speed.is_known:
             return NO_WORK, None
@@ -265,7 +266,8 @@ class AdmissionControl:
     def _likely_output(self, body: ParsedBody, tenant: str, most: int) -> int:
         """What others who wait behind the request must reckon with. most: max_tokens, or what the context leaves."""
         known = self._history.known_tokens(tenant, most)
-        return 1 if not body.generate else known or body.max_tokens or 1
+        unknown = 1 if body.max_tokens is None else most
+        return 1 if not body.generate else known or unknown
 
     def _sure_output(self, body: ParsedBody, tenant: str, most: int) -> int:
         """What its own deadline is held against: while nothing is known, only what the request itself insists on."""

@@ -23,6 +23,7 @@ def contract_document(service: Service) -> JsonObject:
             "The contract is known when the engine is ready; /readyz says when. Retry later.",
             retry_after_ms=5000,
         )
+    objective = service.config.first_token_ms
     return {
         "fingerprint": service.contract,
         "contract": service.contract_parts,
@@ -34,6 +35,7 @@ def contract_document(service: Service) -> JsonObject:
             "num_pages": ready.num_pages,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "weights_bytes": ready.weights_bytes,
+            **({} if objective is None else {"first_token_ms": objective}),
         },
         "versions": {
             "headrace": service.config.version,

@@ -1,4 +1,4 @@
-"""What autoscalers ask: how much work there is, how long it waits, what was refused; for ``/v1/load`` and Prometheus."""
+"""What autoscalers ask: how much work there is, how long it waits, what is refused. For /v1/load and /metrics."""
 
 from collections.abc import Iterator
 

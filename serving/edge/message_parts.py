@@ -44,11 +44,9 @@ class Times(msgspec.Struct, kw_only=True, frozen=True):
     preemptions: Annotated[int, Meta(description="How often it had to make way for others.")]
     preempted_ms: Annotated[
         float, Meta(description="Of `prefill_ms` and `decode_ms`: back in the queue after it had to make way.")
-    ] = 0.0
-    preempted: Annotated[
-        tuple[Preemption, ...], Meta(description="Why and how; the counts add up to `preemptions`.")
-    ] = ()
-    cached_tokens: Annotated[int, Meta(description="Prompt tokens that were found in the cache, over all choices.")] = 0
+    ]
+    preempted: Annotated[tuple[Preemption, ...], Meta(description="Why and how; the counts add up to `preemptions`.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens that were found in the cache, over all choices.")]
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True, frozen=True):
