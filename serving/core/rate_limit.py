@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from math import ceil
 
+ROUNDING_MS = 1e-3
+"""What sums of floats may be off by."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -40,7 +43,8 @@ class TokenBucket:
         """0 when amount could be taken now; otherwise in how many ms, rounded up, if nobody else takes any."""
         self._refill(now_s)
         missing = min(amount, self._rate.burst) - self._level
-        return 0 if missing <= 0 else max(1, ceil(missing / self._rate.per_second * 1000))
+        wait_ms = missing / self._rate.per_second * 1000
+        return 0 if wait_ms <= ROUNDING_MS else max(1, ceil(wait_ms - ROUNDING_MS))
 
     def take(self, amount: float, now_s: float) -> None:
         """Whether or not it is there: ask wait_ms first. A negative amount gives back what was taken too much."""
