@@ -27,6 +27,7 @@ from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.tenant_flags import LimitOptions, limit_options
+from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
 
@@ -90,7 +91,7 @@ def commands() -> None:
 def pull(name: str, cache_dir: Path | None) -> None:
     """Fetch a model and print its path.
 
-    NAME is smollm2-135m (the default), or a Hugging Face name org/name[@revision].
+    NAME is smollm2-135m (the default), tiny, or a Hugging Face name org/name[@revision].
     """
     if name not in CATALOG and Path(name).exists():
         raise click.UsageError(f"{name} is a path already; pull takes a name: {', '.join(CATALOG)} or org/name")
@@ -260,8 +261,9 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
 def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     """Serve MODEL over WebSocket and HTTP.
 
-    MODEL is smollm2-135m (the default, fetched on first use), a .gguf file, a model directory, or a Hugging Face name.
-    The URL is printed on standard output when the server is ready; everything else goes to standard error.
+    MODEL is smollm2-135m (the default, fetched on first use), tiny (random weights, ready in seconds), a .gguf file, a
+    model directory, or a Hugging Face name. The URL is printed on standard output when the server is ready; everything
+    else goes to standard error.
     """
     place = host_place(flags["hosts"], flags["rank"], flags["coordinator"], flags["join_seconds"])
     found = _find_model(model_source, cache_dir)
@@ -375,6 +377,7 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(make_workload)
 
 
 def _standard_input() -> str:

@@ -127,20 +127,22 @@ def test_tenants_without_requests_are_forgotten_in_the_end() -> None:
 def test_whatever_happens_the_sums_are_those_of_the_holds(data: st.DataObject) -> None:
     budgets = Budgets(BudgetLimits(streams=6, tokens_in_flight=150))
     live: list[Hold] = []
-    for now in range(data.draw(st.integers(0, 40))):
+    for time_s in range(data.draw(st.integers(0, 40))):
         match data.draw(st.sampled_from(("take", "correct", "leave", "release", "release"))):
             case "take":
                 tenant = data.draw(st.sampled_from("ab"))
-                holds = budgets.take(tenant, BudgetLimits(pages=20), [cost(prompt=data.draw(st.integers(1, 60)))], now)
+                holds = budgets.take(
+                    tenant, BudgetLimits(pages=20), [cost(prompt=data.draw(st.integers(1, 60)))], time_s
+                )
                 live += () if isinstance(holds, BudgetRefusal) else holds
             case "correct" if live:
-                budgets.correct(live[0], NONE, cost(prompt=data.draw(st.integers(1, 60))), now)
+                budgets.correct(live[0], NONE, cost(prompt=data.draw(st.integers(1, 60))), time_s)
             case "leave" if live:
-                budgets.leave_queue(data.draw(st.sampled_from(live)), now)
+                budgets.leave_queue(data.draw(st.sampled_from(live)), time_s)
             case "release" if live:
                 hold = live.pop(data.draw(st.integers(0, len(live) - 1)))
-                budgets.release(hold, now)
-                budgets.release(hold, now)
+                budgets.release(hold, time_s)
+                budgets.release(hold, time_s)
         for tenant in (None, "a", "b"):
             for budget in Budget:
                 held = sum(hold.held.get(budget, 0) for hold in live if tenant in (None, hold.tenant))

@@ -1,102 +1,19 @@
 """Admission through the service: what is counted, when it is given back, and what each refusal says."""
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 
 from headrace.serving.core.rate_limit import Rate
-from headrace.serving.core.request import CancelReason, FinishReason, Priority, Rejection, RejectionReason, Request
-from headrace.serving.core.tenant_policy import Budget, BudgetLimits, TenantPolicy
+from headrace.serving.core.request import CancelReason, FinishReason, Rejection, RejectionReason, Request
+from headrace.serving.core.tenant_policy import BudgetLimits, TenantPolicy
 from headrace.serving.edge.engine_client import Sink
 from headrace.serving.edge.errors import ApiError
-from headrace.serving.edge.generation import Delta, Done, Failure
-from headrace.serving.edge.job import Job
-from headrace.serving.edge.load_metrics import load_document
-from headrace.serving.edge.service import Service, ServiceConfig
+from headrace.serving.edge.generation import Done, Failure
 from headrace.serving.edge.shared_prefixes import SharedPrefixes
-from headrace.serving.edge.terms import Terms
-from headrace.serving.engine.messages import Stats
-from tests.serving.edge.fakes import EOS, VOCAB_SIZE, ByteTokenizer, FakeEngine, LineTemplate
+from tests.serving.edge.admission_bench import Bench
+from tests.serving.edge.fakes import ByteTokenizer, FakeEngine
 from tests.serving.edge.test_service import SlowTokenizer
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class OnePolicyEach:
-    policies: dict[str, TenantPolicy]
-
-    def of(self, tenant: str) -> TenantPolicy:
-        return self.policies.get(tenant, TenantPolicy())
-
-
-class MeasuredEngine(FakeEngine):
-    """With step times: 10 ms a decode step, 1 ms a prompt token, four rows."""
-
-    speed = (10.0, 1.0)
-
-    @property
-    def stats(self) -> Stats:
-        return Stats(decode_step_ms=self.speed[0], prefill_token_ms=self.speed[1], pages_total=64, pages_free=60)
-
-
-class Bench:
-    def __init__(
-        self,
-        engine: FakeEngine | None = None,
-        policies: dict[str, TenantPolicy] | None = None,
-        *,
-        tokenizer: ByteTokenizer | None = None,
-        prefixes: SharedPrefixes | None = None,
-        **config: object,
-    ) -> None:
-        self.clock = Clock()
-        self.engine = engine or FakeEngine(auto=False)
-        values: dict[str, object] = {"model_names": ("fake",), "vocab_size": VOCAB_SIZE, "eos_ids": (EOS,)}
-        self.service = Service(
-            ServiceConfig(**{**values, **config}),  # type: ignore[arg-type]
-            engine=self.engine,
-            tokenizer=tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
-            template=LineTemplate(),  # type: ignore[arg-type]
-            policies=OnePolicyEach(policies or {}),
-            shared_prefixes=prefixes,
-            clock=self.clock,
-        )
-
-    async def start(self, prompt: object = "hello", *, tenant: str = "t", **options: object) -> Job:
-        """options: of Terms, where they belong there; else of the body."""
-        terms = {name: options.pop(name) for name in ("deadline_ms", "priority") if name in options}
-        return await self.service.start(
-            "completion",
-            {"prompt": prompt, "max_tokens": 8, **options},
-            tenant=tenant,
-            terms=Terms(arrival_s=self.clock.now_s, **terms),  # type: ignore[arg-type]
-        )
-
-    async def refused(self, prompt: object = "hello", **options: object) -> ApiError:
-        before = len(self.engine.submitted)
-        with pytest.raises(ApiError) as caught:
-            await self.start(prompt, **options)
-        assert len(self.engine.submitted) == before
-        return caught.value
-
-    def used(self) -> dict[str, int]:
-        return {budget.value: self.service.admission.budgets.used(budget) for budget in Budget}
-
-    def is_clean(self) -> bool:
-        control = self.service.admission
-        return not any(self.used().values()) and not control._choices and not control.backlog.num_waiting
-
-    def load(self, tenant: str = "t") -> dict:
-        return load_document(self.service.admission, self.engine, tenant=tenant, now_s=self.clock())
-
 
 # What is counted
 
@@ -251,125 +168,6 @@ async def test_rates_of_requests_and_of_tokens() -> None:
     bench.engine.finish(bench.engine.submitted[0].request_id, FinishReason.CANCELLED)
     assert (await bench.refused([[1] * 80])).retry_after_ms == pytest.approx(700, abs=1)
     await bench.start([[1]], tenant="another")
-
-
-# Deadlines and objectives
-
-
-async def test_weight_priority_and_the_rest_of_the_deadline_go_to_the_engine() -> None:
-    policy = TenantPolicy(weight=3.0, max_priority=Priority.NORMAL, deadline_ms=5000)
-    bench = Bench(policies={"t": policy, "late": TenantPolicy(max_priority=Priority.LOW)})
-    await bench.start()
-    await bench.start(priority=Priority.LOW, deadline_ms=700)
-    await bench.start(tenant="late")
-    one, two, three = bench.engine.submitted
-    assert (one.weight, one.priority, one.deadline_ms) == (3.0, Priority.NORMAL, 5000)
-    assert (two.priority, two.deadline_ms) == (Priority.LOW, pytest.approx(700))
-    assert (three.weight, three.priority, three.deadline_ms) == (1.0, Priority.LOW, None)
-    error = await bench.refused(priority=Priority.HIGH)
-    assert (error.status, error.param) == (400, "priority")
-    assert "normal, low" in error.message
-
-
-async def test_time_before_the_engine_counts() -> None:
-    bench = Bench()
-    terms = Terms(arrival_s=bench.clock.now_s - 0.3, deadline_ms=1000)
-    await bench.service.start("completion", {"prompt": "a"}, terms=terms)
-    assert bench.engine.submitted[0].deadline_ms == pytest.approx(700)
-    with pytest.raises(ApiError) as caught:
-        await bench.service.start("completion", {"prompt": "a"}, terms=Terms(arrival_s=0.0, deadline_ms=1000))
-    assert (caught.value.code, caught.value.status) == ("deadline_exceeded", 504)
-
-
-async def test_preparation_is_given_up_at_the_deadline() -> None:
-    tokenizer = SlowTokenizer()
-    bench = Bench(tokenizer=tokenizer)
-    error = await bench.refused(deadline_ms=30)
-    assert error.code == "deadline_exceeded"
-    tokenizer.go_on.set()
-    assert bench.is_clean()
-
-
-async def test_a_deadline_that_cannot_be_met_is_refused_before_rendering() -> None:
-    """Nothing is entered: the tokenizer never sees the text."""
-    tokenizer = SlowTokenizer()
-    bench = Bench(MeasuredEngine(auto=False), tokenizer=tokenizer)
-    error = await bench.refused("text", min_tokens=8, deadline_ms=79)
-    assert (error.code, error.status, error.param) == ("deadline_unmeetable", 503, "deadline_ms")
-    assert error.retry_after_ms is None and "idle server" in error.message
-    assert not tokenizer.entered.is_set()
-    tokenizer.go_on.set()
-    await bench.start([[1] * 2], min_tokens=8, deadline_ms=83)
-    assert (await bench.refused([[1] * 2], min_tokens=8, deadline_ms=81)).code == "deadline_unmeetable"
-    assert bench.is_clean() is False
-
-
-async def test_work_ahead_counts_and_leaves_a_hint() -> None:
-    bench = Bench(MeasuredEngine(auto=False))
-    for _ in range(4):
-        await bench.start([[1] * 10], max_tokens=100, tenant="t")
-    bench.engine.step()
-    # Four rows are taken for 99 more steps of 10 ms.
-    error = await bench.refused([[1] * 10], deadline_ms=500, max_tokens=1)
-    assert error.code == "deadline_unmeetable"
-    assert error.retry_after_ms == pytest.approx(1010 - 500, abs=10)
-    await bench.start([[1] * 10], deadline_ms=1100, max_tokens=1)
-
-
-async def test_nothing_is_refused_by_estimate_while_nothing_was_measured() -> None:
-    engine = MeasuredEngine(auto=False)
-    engine.speed = (0.0, 0.0)  # type: ignore[misc]
-    bench = Bench(engine, first_token_ms=1)
-    for _ in range(20):
-        await bench.start(deadline_ms=600_000, min_tokens=8)
-    assert bench.load()["queue_delay_ms"] is None
-
-
-async def test_beyond_the_objective_for_first_tokens_requests_are_refused() -> None:
-    bench = Bench(MeasuredEngine(auto=False), first_token_ms=300)
-    for _ in range(4):
-        await bench.start([[1] * 10], max_tokens=20)
-    bench.engine.step()
-    await bench.start([[1] * 10], max_tokens=20)
-    assert bench.load()["queue_delay_ms"] > 190
-    for _ in range(3):
-        await bench.start([[1] * 10], max_tokens=20)
-    error = await bench.refused([[1] * 10], max_tokens=20)
-    assert (error.code, error.status) == ("overloaded", 503)
-    assert "objective is 300 ms" in error.message
-    assert error.retry_after_ms
-    assert bench.load()["first_token_objective_ms"] == 300
-
-
-async def test_a_prompt_that_is_late_on_an_idle_server_is_served_all_the_same() -> None:
-    bench = Bench(MeasuredEngine(auto=False), first_token_ms=50)
-    await bench.start([[1] * 200])
-
-
-async def test_output_that_the_client_does_not_read_in_time_is_not_given_later() -> None:
-    bench = Bench(FakeEngine(auto=False, reply=b"abc"))
-    job = await bench.start(deadline_ms=1000, max_tokens=2)
-    [generation] = job.generations
-    bench.engine.step()
-    assert isinstance(generation.take(), Delta)
-    bench.engine.step()
-    bench.clock.now_s += 1.001
-    failure = generation.take()
-    assert isinstance(failure, Failure)
-    assert (failure.error.code, failure.error.status) == ("deadline_exceeded", 504)
-    assert generation.take() is None
-    assert bench.load()["deadline_misses"] == {"engine": 0, "unread": 1}
-
-
-async def test_output_in_the_making_is_stopped_at_the_deadline_when_it_is_asked_for() -> None:
-    bench = Bench()
-    job = await bench.start(deadline_ms=1000)
-    bench.engine.step()
-    bench.clock.now_s += 1.5
-    assert isinstance(job.generations[0].take(), Failure)
-    assert bench.engine.cancels == [(job.generations[0].request.request_id, CancelReason.DEADLINE)]
-    bench.engine.step()
-    assert job.generations[0].take() is None
 
 
 # The cache
