@@ -10,23 +10,20 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
-from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.guards import FORCE_CLOSE
-from headrace.serving.edge.job import Job
 from headrace.serving.edge.keys import Identity
 from headrace.serving.edge.messages import SUBPROTOCOL, CloseCode
 from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.security import identity_of, peer_of, refuse
 from headrace.serving.edge.session import Session, SessionConfig, SessionState, Start
 from headrace.serving.edge.stream import ReplayBudget
+from headrace.serving.edge.stream_ports import KeyCheck, StreamService
 from headrace.serving.edge.terms import Terms
 
 MESSAGES_PER_TURN = 64
@@ -36,25 +33,6 @@ _COUNTED_CODES = frozenset({*CloseCode, 1005, 1006})
 """Clients may send thousands of codes of their own; they share one label."""
 
 _log = logging.getLogger("headrace.stream")
-
-
-class StreamService(Protocol):
-    """The part of the service that this door uses."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
-    @property
-    def max_context(self) -> int: ...
-    async def start(
-        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", terms: Terms | None = None
-    ) -> Job: ...
-
-
-class KeyCheck(Protocol):
-    """The part of the security layer that this door uses."""
-
-    def identify(self, key: str, peer: str) -> Identity | None: ...
-    def is_current(self, identity: Identity) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +221,17 @@ class _Socket:
     def max_context(self) -> int:
         return self._endpoint.service.max_context
 
+    @property
+    def contract_hashes(self) -> tuple[str | None, str | None]:
+        return self._endpoint.service.contract_hashes
+
+    def contract_fault(self, expected: str) -> ApiError | None:
+        try:
+            self._endpoint.service.check_expected((expected,))
+        except ApiError as error:
+            return error
+        return None
+
     def identify(self, key: str) -> Identity | None:
         return self._endpoint.keys.identify(key, self._peer)
 
@@ -318,7 +307,9 @@ class _Socket:
         """Prepare and submit a request; tokenizing and templates run off the loop, inside the service."""
         stream = start.stream
         try:
-            job = await self._endpoint.service.start(start.endpoint, start.body, tenant=start.tenant, terms=terms)
+            job = await self._endpoint.service.start(
+                start.endpoint, start.body, tenant=start.tenant, terms=terms, expected=start.expected
+            )
         except ApiError as error:
             stream.fail(error)
         except Exception:
