@@ -29,6 +29,7 @@ BIN := $(VENV)/bin
 
 CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
 CHECKS += fuzz cancels memory-slope
+CHECKS += overload fairness
 CHECKS += simulation isolation
 STRICT := bench core engine edge
 

@@ -6,7 +6,7 @@ with each engine; what the dead ones had counted is added. No label holds anythi
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -89,6 +89,7 @@ class Metrics(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         self._carry = _Carry()
         self._experts = ExpertLoad()
+        self._sources: list[Callable[[], Iterator[Metric]]] = []
         self._shared: list[Counter | Histogram] = []
         self._own: list[Counter | Gauge | Histogram] = []
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
@@ -117,6 +118,10 @@ class Metrics(Collector):
         self._registry.register(self)
 
     # What happens
+
+    def add(self, source: Callable[[], Iterator[Metric]]) -> None:
+        """Metrics from elsewhere, asked for at each scrape; they get our prefix and labels."""
+        self._sources.append(source)
 
     def accepted(self) -> None:
         self._accepted.inc()
@@ -184,6 +189,9 @@ class Metrics(Collector):
                 yield self._prefixed(counter, VLLM)
         for load in self._experts.metrics():
             yield self._prefixed(load, OWN)
+        for source in self._sources:
+            for metric in source():
+                yield self._prefixed(metric, OWN)
         for gauge, is_shared in self._gauges():
             yield self._prefixed(gauge, OWN)
             if is_shared:
