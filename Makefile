@@ -21,7 +21,7 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts probe
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help

@@ -125,6 +125,7 @@ async def _run(
             bulk.start()  # It loads what it needs beside the first requests.
             service = _service(options, model, engine, tools, bulk)
             probe = readiness_probe(_probe_config(options, records), service, engine, model.vocab_size)
+            log.info("contract %s, numerics %s", *service.contract_hashes)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
@@ -221,8 +222,8 @@ def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -
 async def _announce(control: ServerControl, probe: ReadinessProbe, name: str, url: str) -> None:
     """The one line on standard output, when the server takes requests. It never comes after a probe that failed."""
     await control.listening.wait()
-    if (fault := await probe.wait_judged()) is not None:
-        log.error("listening at %s, and not ready: %s", url, fault)
+    if await probe.wait_judged() is not None:
+        log.error("listening at %s, where /readyz says what keeps the server from being ready", url)
         return
     click.echo(f"Headrace serves {name} at {url}")
 

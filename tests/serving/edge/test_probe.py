@@ -249,6 +249,15 @@ async def test_a_late_first_run_is_tried_again_and_a_full_queue_is_no_failure(mo
         assert await asyncio.wait_for(probe.wait_judged(), 20) is None
 
 
+async def test_every_copy_of_the_model_gets_a_request() -> None:
+    engine = FakeEngine(reply=REPLY, ready_info=ready(num_lanes=4))
+    service = make_service(engine)
+    probe = probe_of(service, engine, record_of(service))
+    async with running(probe):
+        assert await probe.wait_judged() is None
+    assert len(engine.submitted) == 2 * len(PROMPTS)
+
+
 async def test_a_drain_does_not_wait_for_it() -> None:
     engine = FakeEngine(reply=REPLY, auto=False)
     service = make_service(engine)
