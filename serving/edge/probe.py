@@ -252,7 +252,7 @@ class ReadinessProbe:
                     await self._once(verdict, verdict.record)
                 if verdict.status is ProbeStatus.PENDING:
                     wait_s = RETRY_S
-            if self._verdict is verdict:
+            if verdict is None or self._verdict is verdict:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), wait_s)
 

@@ -204,6 +204,7 @@ async def test_it_runs_again_and_what_failed_once_is_out_until_the_engine_starts
         assert "dead" in service.is_ready().reason
         probe.wake()
         assert probe.status == state_of(service) == "pending"
+        await asyncio.sleep(0.03)  # it waits while there is no engine
         engine.state, engine.ready_info, engine.num_restarts = EngineState.READY, ready(), 1
         assert await refusal(service) == "not_ready"  # before the probe has had a turn
         probe.wake()
