@@ -24,9 +24,12 @@ from headrace.serving.app.build import (
 )
 from headrace.serving.app.console import ProgressDisplay
 from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
+from headrace.serving.app.logs import LogFormat
+from headrace.serving.app.observe_flags import journal_options, observe_options
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
+from headrace.serving.app.replay_command import replay
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
@@ -214,6 +217,8 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
         max_queued_prompt_tokens=flags.get("max_queued_tokens", 524_288),
         compile_cache=None if flags["no_compile_cache"] else str(flags["compile_cache"]),
         hosts=place,
+        journal=journal_options(flags, place),
+        log_format=LogFormat(flags.get("log_format", LogFormat.TEXT)),
     )
 
 
@@ -258,6 +263,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
 @running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")
 @readiness_options
 @running("--allow-unknown-fields", is_flag=True, help="Ignore unknown body fields with a warning header.")
+@observe_options
 def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     """Serve MODEL over WebSocket and HTTP.
 
@@ -291,6 +297,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         restart_engine=flags["restart_engine"],
         allow_unknown_fields=flags["allow_unknown_fields"],
         **readiness_fields(flags),
+        otlp_endpoint=flags["otlp_endpoint"],
     )
     return run_server(options, Console(stderr=True))
 
@@ -379,6 +386,7 @@ commands.add_command(plan)
 commands.add_command(bench)
 commands.add_command(contract)
 commands.add_command(probe)
+commands.add_command(replay)
 commands.add_command(make_workload)
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from headrace.model.config import ModelConfig
+from headrace.serving.app.logs import LogFormat
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.host_messages import HostPlace
+from headrace.serving.engine.journal_file import JournalOptions
 from headrace.serving.engine.link import encode_frame
 from headrace.serving.engine.messages import Topology
 from headrace.serving.engine.ports import Hosts, Progress, Runner
@@ -61,8 +63,8 @@ class EngineOptions:
     pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
     num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
     of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. hosts: this host's
-    place among several that serve one model together; None = it is alone. interpret: tests only, no command-line option
-    leads here: kernels run in Pallas's plain interpreter, on any device.
+    place among several that serve one model together; None = it is alone. journal: None = none. interpret: tests only,
+    no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
     """
 
     model: str
@@ -84,6 +86,8 @@ class EngineOptions:
     max_queued_prompt_tokens: int = 524_288
     compile_cache: str | None = None
     hosts: HostPlace | None = None
+    journal: JournalOptions | None = None
+    log_format: LogFormat = LogFormat.TEXT
     interpret: bool = False
     fake: FakeOptions | None = None
 

@@ -8,10 +8,13 @@ device, the memory arithmetic above all, is printed when the engine is ready.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import ssl
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -19,9 +22,10 @@ from starlette.types import ASGIApp
 
 from headrace.model.config import ModelConfig
 from headrace.model.config_files import read_config
-from headrace.serving.app.build import check, engine_launch
+from headrace.serving.app.build import EngineOptions, check, engine_launch
 from headrace.serving.app.bulk_process import bulk_launch
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
+from headrace.serving.app.logs import console_for, set_up_logging
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.app.readiness import readiness_probe, revision_of
 from headrace.serving.app.text_tools import TextOptions, TextTools, load_text_tools
@@ -42,6 +46,8 @@ from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, 
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.edge.tracing import TracedService, TraceHeaders, TraceSink
+from headrace.serving.engine.journal_file import open_journal
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
 
@@ -82,10 +88,12 @@ class SocketMetrics:
 
 def run_server(options: ServeOptions, console: Console) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError and ModelFileError before anything is started."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(options.engine.log_format, "edge")
+    console = console_for(options.engine.log_format, console)
     model = read_config(options.model_path)
     check(options.engine, model)
     print_configuration(console, options, model)
+    _check_journal(options.engine)
     policy = SecurityPolicy(
         bind_host=options.host,
         allow_hosts=options.allow_hosts,
@@ -94,7 +102,13 @@ def run_server(options: ServeOptions, console: Console) -> int:
     )
     _check_certificate(options)
     records = read_records(options.probes)
-    return run(_run(options, model, policy, records, console))
+    with contextlib.ExitStack() as stack:
+        tracer = None
+        if options.otlp_endpoint is not None:
+            from headrace.serving.app.otel import open_tracer
+
+            tracer = stack.enter_context(contextlib.closing(open_tracer(options.otlp_endpoint)))
+        return run(_run(options, model, policy, records, console, tracer))
 
 
 async def _run(
@@ -103,6 +117,7 @@ async def _run(
     policy: SecurityPolicy,
     records: tuple[ProbeRecord, ...],
     console: Console,
+    tracer: TraceSink | None,
 ) -> ExitCode:
     config = ServerConfig(
         host=options.host,
@@ -123,7 +138,7 @@ async def _run(
                 return ExitCode.CLEAN
             bulk = stack.enter_context(contextlib.closing(BulkEncoder(bulk_launch(text, tools))))
             bulk.start()  # It loads what it needs beside the first requests.
-            service = _service(options, model, engine, tools, bulk)
+            service = _service(options, model, engine, tools, bulk, tracer)
             probe = readiness_probe(_probe_config(options, records), service, engine, model.vocab_size)
             log.info("contract %s, numerics %s", *service.contract_hashes)
             app, streams = _application(service, policy, options.heartbeat_s)
@@ -180,7 +195,12 @@ def _show(display: ProgressDisplay, sign: Starting) -> None:
 
 
 def _service(
-    options: ServeOptions, model: ModelConfig, engine: EngineClient, tools: TextTools, bulk: BulkEncoder
+    options: ServeOptions,
+    model: ModelConfig,
+    engine: EngineClient,
+    tools: TextTools,
+    bulk: BulkEncoder,
+    tracer: TraceSink | None,
 ) -> Service:
     config = ServiceConfig(
         model_names=(options.model_name,),
@@ -192,7 +212,8 @@ def _service(
         allow_unknown_fields=options.allow_unknown_fields,
         revision=revision_of(options.model_path),
     )
-    return Service(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
+    make = Service if tracer is None else partial(TracedService, sink=tracer)
+    return make(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
 
 
 def _probe_config(options: ServeOptions, records: tuple[ProbeRecord, ...]) -> ProbeConfig:
@@ -207,12 +228,12 @@ def _probe_config(options: ServeOptions, records: tuple[ProbeRecord, ...]) -> Pr
 
 def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -> tuple[ASGIApp, StreamEndpoint]:
     """One doorkeeper looks at every request, and at the key of a hello."""
-    door = Doorkeeper(policy)
+    door, is_traced = Doorkeeper(policy), isinstance(service, TracedService)
     session = SessionConfig(server=f"headrace/{version('headrace')}", heartbeat_s=heartbeat_s)
     streams = StreamEndpoint(service, door, StreamConfig(session=session), metrics=service.metrics)
     app = build_app(
         service,
-        security=lambda inner: SecurityLayer(inner, door),
+        security=lambda inner: SecurityLayer(TraceHeaders(inner) if is_traced else inner, door),
         stream_endpoint=streams,
         extra_routes=(page_route(),),
     )
@@ -232,6 +253,13 @@ async def _stop_with(engine: EngineClient, control: ServerControl) -> None:
     """End the server when the engine is dead for good."""
     await engine.wait_failed()
     control.stop(ExitCode.ENGINE_DIED)
+
+
+def _check_journal(engine: EngineOptions) -> None:
+    """Raises: ConfigError."""
+    if engine.journal is not None:
+        os.close(open_journal(Path(engine.journal.path)))
+        log.warning("%s will hold the token ids of all prompts and answers; keep it private", engine.journal.path)
 
 
 def _check_certificate(options: ServeOptions) -> None:

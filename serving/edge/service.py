@@ -29,6 +29,7 @@ from headrace.serving.edge.metrics import EngineView, Metrics
 from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
 from headrace.serving.edge.probe_view import NO_PROBE, ProbeView
 from headrace.serving.edge.prompt_ids import PromptEncoder
+from headrace.serving.edge.request_log import RequestLog
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready
 
@@ -125,6 +126,8 @@ class Service:
         self._is_draining = False
         self._waiting = _Waiting()
         self._drain_rate = DrainRate()
+        self._log = RequestLog()
+        self._make_generation: type[Generation] = Generation
 
     # State
 
@@ -214,10 +217,13 @@ class Service:
 
         Raises ApiError. Cancelling the caller before it returns starts nothing."""
         try:
-            return await self._start(_known(endpoint), body, tenant, expected)
+            job = await self._start(_known(endpoint), body, tenant, expected)
         except ApiError as error:
             self.metrics.refused(error.code)
+            self._log.refused(error, tenant, self._clock())
             raise
+        self._log.accepted(job, tenant, self._clock())
+        return job
 
     async def _start(self, endpoint: Endpoint, body: Mapping[str, object], tenant: str, expected: Sequence[str]) -> Job:
         ready = self._require_ready()
@@ -269,7 +275,7 @@ class Service:
 
     def _generation(self, index: int, request: Request, parsed: ParsedBody) -> Generation:
         tokenizer = self._tokenizer
-        return Generation(
+        return self._make_generation(
             index=index,
             request=request,
             text=OutputText(
@@ -341,6 +347,7 @@ class Service:
     def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
         self._left_queue(generation.request, now_s)
         self.metrics.ended(generation, outcome, now_s)
+        self._log.ended(generation, outcome, now_s)
 
     def _left_queue(self, request: Request, now_s: float) -> None:
         if self._waiting.remove(request):

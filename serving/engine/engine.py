@@ -5,6 +5,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
 from headrace.serving.core.plan import StepPlan, StepResult
@@ -206,10 +208,22 @@ class StepLoop:
         )
 
 
+class JournalState(Protocol):
+    """What ``journal_file.JournalFile`` reports."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def stopped_by(self) -> str | None: ...
+
+
 class Engine:
     """The step loop behind an inbox and a link. host_seconds: time of turns with work outside ``collect``."""
 
-    def __init__(self, loop: StepLoop, clock: Clock, inbox: Inbox, outlet: Outlet) -> None:
+    def __init__(
+        self, loop: StepLoop, clock: Clock, inbox: Inbox, outlet: Outlet, journal: JournalState | None = None
+    ) -> None:
+        self._journal = journal
         self._loop = loop
         self._clock = clock
         self._inbox = inbox
@@ -272,7 +286,12 @@ class Engine:
             self._outlet.send(self._stats(expert_tokens=expert_tokens))
 
     def _stats(self, *, nonce: int | None = None, expert_tokens: ExpertTokens | None = None) -> Stats:
-        return self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+        stats = self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+        if self._journal is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, journal_bytes=self._journal.num_bytes, journal_stopped=self._journal.stopped_by is not None
+        )
 
     def _emit(self, events: list[Event], refused: list[Refused]) -> None:
         self._outlet.send(

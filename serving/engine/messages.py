@@ -107,6 +107,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     preemptions_swapped, preemptions_recomputed: add up to preemptions. swap_pages_*: host pages. deadline_misses:
     accepted requests that their deadline ended. queued_prompt_tokens: of requests that wait. decode_step_ms,
     prefill_token_ms: of a decode step, and what a prompt token adds to a step, as measured lately; 0 while unknown.
+    journal_bytes: None = there is no journal.
     expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
     """
 
@@ -133,6 +134,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     queued_prompt_tokens: int = 0
     decode_step_ms: float = 0.0
     prefill_token_ms: float = 0.0
+    journal_bytes: int | None = None
+    journal_stopped: bool = False
     expert_tokens: ExpertTokens | None = None
 
     def after(self, earlier: "Stats") -> "Stats":
