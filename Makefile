@@ -31,6 +31,7 @@ CHECKS := golden metamorphic interpret load load-memory faults cases start bench
 CHECKS += fuzz cancels memory-slope
 CHECKS += overload fairness
 CHECKS += simulation isolation
+CHECKS += probe
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
