@@ -191,6 +191,7 @@ class Service:
             self.metrics.refused(error.code)
             self._log.refused(error, tenant, self._clock())
             raise
+        self.metrics.started(job)
         self._log.accepted(job, tenant, self._clock())
         return job
 
@@ -250,13 +251,17 @@ class Service:
                 StopMatcher(parsed.stop, parsed.include_stop, min_tokens=parsed.min_tokens),
             ),
             token_bytes=tokenizer.token_bytes,
-            cancel_engine=self.engine.cancel,
+            cancel_engine=self._cancel,
             watcher=self,
             keep_token_ids=parsed.options.return_token_ids,
             include_stop=parsed.include_stop,
             pacing=parsed.options.pacing,
             clock=self._clock,
         )
+
+    def _cancel(self, request_id: RequestId, reason: CancelReason) -> None:
+        self.metrics.cancelled(reason)
+        self.engine.cancel(request_id, reason)
 
     def _submit(self, generations: tuple[Generation, ...]) -> None:
         try:
