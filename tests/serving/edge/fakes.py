@@ -112,6 +112,7 @@ class FakeEngine:
     expert_tokens: ExpertTokens | None = None
     step_tokens: tuple[int, ...] = ()
     swap_pages_used: int = 0
+    journal_bytes: int | None = None
     live: dict[RequestId, Live] = field(default_factory=dict)
     submitted: list[Request] = field(default_factory=list)
     cancels: list[tuple[RequestId, CancelReason]] = field(default_factory=list)
@@ -135,6 +136,7 @@ class FakeEngine:
             expert_tokens=self.expert_tokens,
             step_tokens=self.step_tokens,
             swap_pages_used=self.swap_pages_used,
+            journal_bytes=self.journal_bytes,
         )
 
     @property
