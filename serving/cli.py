@@ -28,6 +28,7 @@ from headrace.serving.app.logs import LogFormat
 from headrace.serving.app.observe_flags import journal_options, observe_options
 from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
 from headrace.serving.app.plan_flags import plan
+from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
 from headrace.serving.app.replay_command import replay
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
@@ -260,6 +261,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
 @running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")
+@readiness_options
 @running("--allow-unknown-fields", is_flag=True, help="Ignore unknown body fields with a warning header.")
 @observe_options
 def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
@@ -294,6 +296,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         drain_s=flags["drain_seconds"],
         restart_engine=flags["restart_engine"],
         allow_unknown_fields=flags["allow_unknown_fields"],
+        **readiness_fields(flags),
         otlp_endpoint=flags["otlp_endpoint"],
     )
     return run_server(options, Console(stderr=True))
@@ -381,6 +384,8 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(contract)
+commands.add_command(probe)
 commands.add_command(replay)
 commands.add_command(make_workload)
 

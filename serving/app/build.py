@@ -5,7 +5,8 @@ pages) is known in the engine process alone, which reports it when it is ready.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -118,7 +119,8 @@ class ResolvedEngine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
-    weights and products. weights: how the matrices of products lie in memory."""
+    weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
+    ``Ready``. numerics: of device and libraries; ``numerics_of`` adds the shapes of programs."""
 
     runner: Runner
     resolved: ResolvedEngine
@@ -129,6 +131,10 @@ class BuiltEngine:
     dtype: str
     mesh: str = "tensor=1"
     weights: str = "native"
+    family: str = ""
+    architecture: str = ""
+    stored_types: Mapping[str, int] = field(default_factory=dict)
+    numerics: Mapping[str, str] = field(default_factory=dict)
 
 
 def mesh_shape(options: EngineOptions) -> MeshShape:

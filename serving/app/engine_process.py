@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import msgspec
 
@@ -203,7 +204,26 @@ def ready_message(
         num_lanes=config.num_lanes,
         hosts=1 if hosts is None else hosts.num_hosts,
         rank=0 if hosts is None else hosts.rank,
+        family=built.family,
+        architecture=built.architecture,
+        stored_types=dict(built.stored_types),
+        deterministic=config.deterministic,
+        numerics=numerics_of(built),
     )
+
+
+def numerics_of(built: BuiltEngine) -> dict[str, str]:
+    """See ``Ready``. The grid is what chunks of a prompt start on; pages are read in blocks of their size."""
+    config = built.resolved.scheduler
+    return {
+        **built.numerics,
+        "headrace": version("headrace"),
+        "mesh": built.mesh,
+        "decode_rows": ",".join(map(str, config.decode_rows)),
+        "prefill_tokens": ",".join(map(str, config.prefill_tokens)),
+        "chunk_grid": f"{config.chunk_tokens} in blocks of {config.block_tokens}",
+        "page_size": str(config.page_size),
+    }
 
 
 def _fail(link: EngineLink, hosts: Leader | Follower | None, message: str) -> int:

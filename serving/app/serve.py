@@ -27,8 +27,10 @@ from headrace.serving.app.bulk_process import bulk_launch
 from headrace.serving.app.console import ProgressDisplay, print_configuration, print_ledger
 from headrace.serving.app.logs import console_for, set_up_logging
 from headrace.serving.app.options import ServeOptions
+from headrace.serving.app.readiness import readiness_probe, revision_of
 from headrace.serving.app.text_tools import TextOptions, TextTools, load_text_tools
 from headrace.serving.core.errors import ConfigError
+from headrace.serving.core.probe import ProbeRecord
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.app import build_app
 from headrace.serving.edge.bulk_encoder import BulkEncoder
@@ -37,6 +39,8 @@ from headrace.serving.edge.keys import KeyRing
 from headrace.serving.edge.messages import CloseCode
 from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.page import page_route
+from headrace.serving.edge.probe import ProbeConfig, ReadinessProbe
+from headrace.serving.edge.probe_files import read_records, shipped_records
 from headrace.serving.edge.security import Doorkeeper, SecurityLayer, SecurityPolicy
 from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, bind, run, serve, url_of
 from headrace.serving.edge.service import Service, ServiceConfig
@@ -97,17 +101,23 @@ def run_server(options: ServeOptions, console: Console) -> int:
         keys=None if options.api_keys is None else KeyRing(options.api_keys),
     )
     _check_certificate(options)
+    records = read_records(options.probes)
     with contextlib.ExitStack() as stack:
         tracer = None
         if options.otlp_endpoint is not None:
             from headrace.serving.app.otel import open_tracer
 
             tracer = stack.enter_context(contextlib.closing(open_tracer(options.otlp_endpoint)))
-        return run(_run(options, model, policy, console, tracer))
+        return run(_run(options, model, policy, records, console, tracer))
 
 
 async def _run(
-    options: ServeOptions, model: ModelConfig, policy: SecurityPolicy, console: Console, tracer: TraceSink | None
+    options: ServeOptions,
+    model: ModelConfig,
+    policy: SecurityPolicy,
+    records: tuple[ProbeRecord, ...],
+    console: Console,
+    tracer: TraceSink | None,
 ) -> ExitCode:
     config = ServerConfig(
         host=options.host,
@@ -129,13 +139,15 @@ async def _run(
             bulk = stack.enter_context(contextlib.closing(BulkEncoder(bulk_launch(text, tools))))
             bulk.start()  # It loads what it needs beside the first requests.
             service = _service(options, model, engine, tools, bulk, tracer)
+            probe = readiness_probe(_probe_config(options, records), service, engine, model.vocab_size)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
-                asyncio.create_task(_announce(control, options.model_name, url_of(config, listener))),
+                asyncio.create_task(_announce(control, probe, options.model_name, url_of(config, listener))),
                 asyncio.create_task(_stop_with(engine, control)),
+                asyncio.create_task(probe.run(), name="probe"),
             )
-            drains = (streams, RunningRequests(service, engine))
+            drains = (probe, streams, RunningRequests(service, engine))
             try:
                 await serve(app, config, drains, listener=listener, control=control)
                 # A signal may end the server between the engine's loss and its burial.
@@ -197,9 +209,20 @@ def _service(
         max_queued_requests=options.engine.max_queued_requests,
         max_queued_prompt_tokens=options.engine.max_queued_prompt_tokens,
         allow_unknown_fields=options.allow_unknown_fields,
+        revision=revision_of(options.model_path),
     )
     make = Service if tracer is None else partial(TracedService, sink=tracer)
     return make(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
+
+
+def _probe_config(options: ServeOptions, records: tuple[ProbeRecord, ...]) -> ProbeConfig:
+    return ProbeConfig(
+        given=records,
+        shipped=shipped_records(),
+        is_required=options.require_probe,
+        interval_s=options.probe_interval_s,
+        limit_s=options.probe_limit_s,
+    )
 
 
 def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -> tuple[ASGIApp, StreamEndpoint]:
@@ -216,9 +239,12 @@ def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -
     return app, streams
 
 
-async def _announce(control: ServerControl, name: str, url: str) -> None:
-    """The one line on standard output."""
+async def _announce(control: ServerControl, probe: ReadinessProbe, name: str, url: str) -> None:
+    """The one line on standard output, when the server takes requests. It never comes after a probe that failed."""
     await control.listening.wait()
+    if (fault := await probe.wait_judged()) is not None:
+        log.error("listening at %s, and not ready: %s", url, fault)
+        return
     click.echo(f"Headrace serves {name} at {url}")
 
 

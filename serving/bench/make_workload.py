@@ -51,9 +51,7 @@ def parse_lengths(text: str, option: str = "length") -> Lengths:
     """128, uniform:64:256, or lognormal:MEDIAN:SIGMA[:MOST] (without MOST at most 16 medians). Raises: ConfigError."""
     found = _LENGTHS.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(
-            f"{text!r} is no length; write 128, uniform:64:256 or lognormal:128:0.5:1024 (the last: most)"
-        )
+        raise ConfigError(f"{option} {text!r} is no length; write 128, uniform:64:256 or lognormal:MEDIAN:SIGMA[:MOST]")
     if found["fixed"] is not None:
         lengths = Lengths(low=int(found["fixed"]), high=int(found["fixed"]))
     elif found["low"] is not None:
@@ -63,7 +61,7 @@ def parse_lengths(text: str, option: str = "length") -> Lengths:
         most = int(found["most"] or round(16 * median))
         lengths = Lengths(low=1, high=most, median=median, sigma=sigma)
         if not 1 <= median <= most or sigma > 5:
-            raise ConfigError(f"{option} {text!r}: a lognormal length has a median of 1 to its most, and a sigma of 0 to 5")
+            raise ConfigError(f"{option} {text!r}: a lognormal length's median is from 1 to its most, its sigma to 5")
     if not 1 <= lengths.low <= lengths.high <= MAX_LENGTH:
         raise ConfigError(f"{option} {text!r}: a length is from 1 to {MAX_LENGTH:,}, the smaller number first")
     return lengths

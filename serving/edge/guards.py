@@ -226,13 +226,15 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         await super().run_asgi()
 
     def handle_parser_exception(self) -> None:
-        """Say why, then read on for a moment before closing. Called again for all that still comes."""
+        """Say why and end our half, then read on for a moment before closing. Called again for all that still comes."""
         if self.close_sent:
             return
         assert self.conn.close_sent is not None
         code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.close_sent = True
         if self.read_paused:
             self.read_paused = False

@@ -135,11 +135,11 @@ class TracedService(Service):
         self._sink = sink
         self._make_generation = TracedGeneration
 
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
+    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], **terms: Any) -> Job:
         """See ``Service``."""
         trace = _OpenTrace(self._sink, self.model_names[0])
         try:
-            job = await super().start(endpoint, body, tenant=tenant)
+            job = await super().start(endpoint, body, **terms)
         except ApiError as error:
             trace.refused(endpoint, error.code)
             raise

@@ -69,7 +69,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank: which of them this is.
     attention: whose kernels run. dtype: of weights and products. weights: how the matrices of products lie in memory.
     kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of pages comes from, on
-    each device; None where it was given. num_pages, num_slots: of each of num_lanes.
+    each device; None where it was given. num_pages, num_slots: of each of num_lanes. family, architecture: of the
+    model, and SHA-256 in hex of its configuration. stored_types: how many tensors of each type its files hold.
+    numerics: what fixes the bits of a result, by name: versions, device, instruction set, threads, shapes of programs.
     """
 
     model_hash: str
@@ -92,6 +94,11 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     num_lanes: int = 1
     hosts: int = 1
     rank: int = 0
+    family: str = ""
+    architecture: str = ""
+    stored_types: dict[str, int] = {}
+    deterministic: bool = False
+    numerics: dict[str, str] = {}
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
