@@ -124,6 +124,8 @@ class Metrics(Collector):
         self.probe_is("unrecorded")
         self.ws_connections = self._own_gauge("ws_connections", "Open native WebSockets.")
         self.ws_streams = self._own_gauge("ws_streams_active", "Live streams on native WebSockets.")
+        self.ws_waiting_bytes = self._own_gauge("ws_send_queue_bytes", "Bytes of writes that sockets have not taken.")
+        self.ws_stalled_seconds = self._own_counter("ws_send_stall_seconds", "Time in writes that clients held up.")
         self.ws_closes = self._own_counter("ws_closes", "Closed native WebSockets by close code.", "code")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
