@@ -247,12 +247,13 @@ def make(*arguments: str) -> Result:
 
 def test_make_workload_writes_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
-    phases = ("--phase", "20:2", "--phase", "100:1", "--tenant", "a=3", "--tenant", "b")
+    phases = ("--phase", "20:2", "--phase", "100:1", "--tenant", "a=3", "--tenant", "b", "--priority", "high")
     prefixes = ("--shared-prefix", "sys=20:0.5", "--cancel-share", "0.2", "--deadline-ms", "900")
     done = make(*phases, *prefixes, "-o", str(path))
     assert done.return_value == 0, done.output
     found = load_workload(path)
     assert found.tenants == ("a", "b") and found.duration_s == 3 and set(found.prefixes) == {"sys"}
+    assert {request.priority for request in found.requests} == {"high"}
     assert f"{len(found.requests)} requests in 3 s" in done.stderr and found.hash[:12] in done.stderr
     written = path.read_text()
     assert make(*phases, *prefixes, "-o", str(path)).return_value == 0 and path.read_text() == written

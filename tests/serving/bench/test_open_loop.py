@@ -51,8 +51,8 @@ async def test_requests_start_when_planned_though_nobody_answers() -> None:
         assert terms.planned_s == run.start_s + request.at_s and 0 <= sent_s - terms.planned_s < 5
         assert target.bodies[index] == workload.body(index)
     terms = target.asked[1][1]
-    assert (terms.tenant, terms.fields) == ("a", {"priority": 2, "deadline_ms": 9})
-    assert terms.cancel_s == pytest.approx(run.start_s + 0.6) and target.asked[0][1].fields == {}
+    assert (terms.tenant, terms.envelope) == ("a", {"priority": 2, "deadline_ms": 9})
+    assert terms.cancel_s == pytest.approx(run.start_s + 0.6) and target.asked[0][1].envelope == {}
     assert seen[0].sent == 0 and seen[0].requests == 4 and seen[0].good is None
     assert run.seconds >= 0.2 and run.cpu_s > 0
 
