@@ -80,8 +80,8 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadPlan:
     """phases: (requests per second, seconds), one after the other. requests: instead of the end of the last phase, None
-    where that counts. is_words: whether prompts are drawn words, else random ids. tenants, prefixes, priorities: empty for none.
-    cancel_share: of requests that the client cancels, cancel_after_s after their planned start.
+    where that counts. is_words: whether prompts are drawn words, else random ids. tenants, prefixes and priorities:
+    empty for none. cancel_share: of requests that the client cancels, cancel_after_s after their planned start.
 
     Raises: ConfigError naming the option and its limit.
     """
@@ -125,16 +125,13 @@ class WorkloadPlan:
 
 def make_workload(plan: WorkloadPlan) -> WorkloadFile:
     """The same plan gives the same workload. Raises: ConfigError where no request falls into the time."""
-    streams = {
-        aspect: random.Random(f"{plan.seed}:{aspect}")
-        for aspect in ("prompt", "answer", "tenant", "prefix", "priority")
-    }
-    cancels = random.Random(f"{plan.seed}:cancel")
+    aspects = ("prompt", "answer", "tenant", "prefix", "priority", "cancel")
+    streams = {aspect: random.Random(f"{plan.seed}:{aspect}") for aspect in aspects}
     names = {prefix.name: prefix.length for prefix in plan.prefixes if prefix.name is not None}
     requests = []
     for at_s in _arrivals(plan):
         length = plan.prompt.draw(streams["prompt"])
-        is_cancelled = cancels.random() < plan.cancel_share
+        is_cancelled = streams["cancel"].random() < plan.cancel_share
         requests.append(
             PlannedRequest(
                 at_s=at_s,

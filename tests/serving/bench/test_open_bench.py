@@ -11,11 +11,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.serving.app.bench_keys import read_keys
-from headrace.serving.app.bench_plot import point_of
+from headrace.serving.app.bench_open_report import open_result
+from headrace.serving.app.bench_plot import point_of, save_open_plot
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.bench.native_target import NativeTarget
+from headrace.serving.bench.objective import parse_objective
+from headrace.serving.bench.open_figures import open_figures
 from headrace.serving.bench.open_loop import OpenLoop, OpenRun
 from headrace.serving.bench.openai_target import OpenAITarget
+from headrace.serving.bench.outcome import Outcome
 from headrace.serving.bench.targets import Server
 from headrace.serving.bench.workload_file import PlannedRequest, Prompt, WorkloadFile, load_workload
 from headrace.serving.core.errors import ConfigError
@@ -193,18 +197,35 @@ def test_key_files_that_are_wrong_are_named_without_the_key(text: str, says: str
 async def test_several_runs_have_new_prompts_and_a_spread(tmp_path: Path) -> None:
     engine, file = FakeEngine(), tmp_path / "out.json"
     plan = ("--rate", "50", "--requests", "3", "--prompt-words", "2", "--repeat", "2", "--warmup", "0")
-    outputs = ("--slo", "ttft=20s", "--json", str(file), "--plot", str(tmp_path / "out.svg"))
     async with serving(engine) as server:
-        done = await asyncio.to_thread(invoke, server.base, *plan, *outputs)
+        done = await asyncio.to_thread(invoke, server.base, *plan, "--json", str(file))
     assert done.return_value == 0, done.output
     found = json.loads(file.read_text())
     assert [run["seed"] for run in found["runs"]] == [0, 1]
     assert len({request.prompt_ids for request in engine.submitted}) == 6
-    times = [[round(one["planned_s"], 4) for one in run["requests"]] for run in found["runs"]]
-    assert times[0] == times[1]
+    times = [[one["planned_s"] for one in run["requests"]] for run in found["runs"]]
+    assert times[0] == pytest.approx(times[1], abs=1e-5)
     spread = found["spread"]["first token p50"]
     assert spread["min"] <= spread["median"] <= spread["max"] and "over 2 runs" in done.stdout
-    assert (tmp_path / "out.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_a_picture_has_what_was_good_and_what_was_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    objective = parse_objective("ttft=1s")
+    good = Outcome(index=0, planned_s=5.0, sent_s=5.0, first_s=5.1, ended_s=5.2, output_tokens=1)
+    refused = Outcome(index=1, planned_s=6.0, sent_s=6.0, ended_s=6.1, error="queue_full", is_refused=True)
+    cancelled = Outcome(index=2, planned_s=7.0, sent_s=7.0, ended_s=7.1, is_cancelled=True)
+    run = OpenRun(outcomes=(good, refused, cancelled), start_s=5.0, seconds=2.1, cpu_s=0.1)
+    requests = (REQUEST, replace(REQUEST, at_s=1), replace(REQUEST, at_s=2, cancel_after_s=0.1))
+    workload = WorkloadFile(requests=requests, duration_s=3)
+    figures = [open_figures(run, workload, objective)]
+    result = open_result("http://h", "native", "now", workload, "w.jsonl", None, objective, figures, [run])
+    save_open_plot(result, objective, tmp_path / "out.svg")
+    picture = (tmp_path / "out.svg").read_text()
+    assert "<!-- first token (1) -->" in picture and "<!-- refused (1) -->" in picture
+    assert "objective missed" not in picture and "<!-- ttft ≤ 1000 ms -->" in picture
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_open_plot(result, None, tmp_path / "no" / "out.svg")
 
 
 def test_what_a_picture_shows_of_a_request() -> None:
