@@ -86,7 +86,7 @@ def record_of(outcome: Outcome, origin_s: float) -> dict[str, Any]:
         "retry_after_ms": outcome.retry_after_ms,
         "tenant": outcome.tenant,
         "request_id": outcome.request_id,
-        "server": dict(outcome.server),
+        "server": {name: ms(value) for name, value in outcome.server.items()},
         "pauses_ms": [ms(pause) for pause in outcome.pauses_ms],
     }
     if outcome.gaps_ms != outcome.pauses_ms:

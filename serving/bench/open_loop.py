@@ -27,7 +27,8 @@ BYTES_PER_ID = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStanding:
-    """How far a run is. good: None without an objective. late_ms: of the request that was sent last."""
+    """How far a run is. good: None without an objective. late_ms: the most that a request was late when it was
+    sent."""
 
     requests: int
     planned_s: float
@@ -74,7 +75,7 @@ class _Tally:
         self.refused += outcome.is_refused
         self.failed += outcome.error is not None and not outcome.is_refused
         self.good += objective is not None and not objective.missed_by(outcome)
-        self.late_ms = (outcome.sent_s - outcome.start_s) * 1000
+        self.late_ms = max(self.late_ms, (outcome.sent_s - outcome.start_s) * 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

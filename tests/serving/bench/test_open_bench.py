@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ async def test_a_planned_cancel_reaches_the_server(api: str) -> None:
     ]
 
 
+@BOTH
+async def test_what_a_stall_holds_up_is_counted_from_the_planned_starts(api: str) -> None:
+    engine = FakeEngine(auto=False)
+    requests = [replace(REQUEST, at_s=0.15 * number, max_tokens=1) for number in range(4)]
+    async with serving(engine) as server:
+        running = asyncio.create_task(offer(target_of(api, server), *requests))
+        while len(engine.live) < 4:
+            await asyncio.sleep(0.005)
+        engine.step()
+        run = await running
+    # All first tokens come at one moment: who came earlier has waited for longer, by the time between.
+    firsts = [outcome.first_token_ms or 0.0 for outcome in run.outcomes]
+    assert [before - after for before, after in pairwise(firsts)] == pytest.approx([150] * 3, abs=100)
+
+
 async def test_too_few_connections_make_the_client_late_and_it_says_so() -> None:
     engine = FakeEngine(auto=False)
     async with serving(engine) as server:
@@ -137,6 +153,8 @@ async def test_too_few_connections_make_the_client_late_and_it_says_so() -> None
             await asyncio.sleep(0.005)
     on_time, late = sorted(outcome.sent_s - outcome.start_s for outcome in running.result().outcomes)
     assert late > on_time + 0.15
+    first_ms = max(outcome.first_token_ms or 0.0 for outcome in running.result().outcomes)
+    assert first_ms > late * 1000  # it counts as waiting
 
 
 async def test_requests_take_turns_on_sockets_and_a_lost_one_is_opened_again() -> None:
