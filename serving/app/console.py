@@ -13,6 +13,7 @@ from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.options import ServeOptions
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.engine.host_messages import HostPlace
+from headrace.serving.engine.journal_file import JournalOptions
 from headrace.serving.engine.messages import ProgramInfo, Ready
 
 
@@ -69,6 +70,7 @@ def print_configuration(console: Console, options: ServeOptions, model: ModelCon
         ("stopping", f"SIGTERM lets running requests go on for up to {options.drain_s:g} s"),
         ("engine death", _death_text(options)),
         ("compiled code", engine.compile_cache or "not kept"),
+        *(() if engine.journal is None else (("journal", _journal_text(engine.journal)),)),
     )
 
 
@@ -86,6 +88,10 @@ def print_follower(console: Console, engine: EngineOptions, place: HostPlace, na
         ("engine death", "of any rank ends all"),
         ("compiled code", engine.compile_cache or "not kept"),
     )
+
+
+def _journal_text(journal: JournalOptions) -> str:
+    return f"{journal.path}, up to {journal.limit_bytes:,} bytes: the ids of all prompts and answers"
 
 
 def _hosts_text(place: HostPlace) -> str:

@@ -178,7 +178,7 @@ def _apply(loop: StepLoop, live: dict[RequestId, _Work], events: Iterable[Event]
             _add_token(work, event)
             if work.matched is not None:
                 yield from _apply(loop, live, loop.cancel(event.request_id, CancelReason.STOP_STRING))
-        else:
+        elif isinstance(event, Finished):
             del live[event.request_id]
             yield work, event
 

@@ -1,9 +1,18 @@
 """Frozen configuration of the scheduler and its bounds."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.plan import Bucket, ProgramKind
+
+
+class PreemptionPolicy(StrEnum):
+    """What happens to the KV of preempted requests. AUTO: whichever costs less by the measured times."""
+
+    AUTO = "auto"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +25,11 @@ class SchedulerConfig:
     decode_rows: ascending ladder of decode programs, the last is num_slots. prefill_tokens: ascending ladder of mixed
     programs, the last is chunk_tokens; each mixed program also holds num_slots decode rows.
     max_segments: most prefill segments (sampled rows of prefill) in a step.
+
+    inter_token_s: objective for the gap between two tokens of a running stream; prefill chunks shrink so that measured
+    steps keep to it. None = chunks are as long as chunk_tokens. num_swap_pages: host pages of a lane for preempted
+    requests; 0 = they are always recomputed. aging_s: so long a wait lifts a request by one priority class.
+    deterministic: decode rows and prefill chunks never share a program, see design of the mode in ``scheduler``.
     """
 
     num_slots: int
@@ -32,6 +46,11 @@ class SchedulerConfig:
     prefix_cache: bool = True
     max_steps_in_flight: int = 2
     num_lanes: int = 1
+    inter_token_s: float | None = None
+    num_swap_pages: int = 0
+    preemption: PreemptionPolicy = PreemptionPolicy.AUTO
+    aging_s: float = 10.0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:
@@ -70,6 +89,13 @@ class SchedulerConfig:
         ):
             need(value >= 1, f"{name} is {value}; it must be at least 1")
         need(self.max_steps_in_flight in (1, 2), "max_steps_in_flight must be 1 or 2")
+        need(self.inter_token_s is None or self.inter_token_s > 0, "inter_token_s must be above 0")
+        need(self.num_swap_pages >= 0, f"num_swap_pages is {self.num_swap_pages}; it must not be negative")
+        need(self.aging_s > 0, f"aging_s is {self.aging_s}; it must be above 0")
+        need(
+            self.preemption is not PreemptionPolicy.SWAP or self.num_swap_pages > 0,
+            "preemption by swap needs num_swap_pages above 0",
+        )
 
     def lane_of_slot(self, slot: int) -> int:
         """Slots are numbered through all lanes."""

@@ -1,6 +1,7 @@
 """What the scheduler tells the outside of one request. Each request gets exactly one Finished, and nothing after it."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, RequestId
@@ -16,15 +17,53 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
 
 
+class PreemptionReason(StrEnum):
+    """Why a running request had to make way."""
+
+    PAGES = "pages"
+    PRIORITY = "priority"
+    FORCED = "forced"
+
+
+class PreemptionAction(StrEnum):
+    """What became of the KV of a preempted request: kept in host memory, or to be computed again."""
+
+    SWAPPED = "swapped"
+    RECOMPUTED = "recomputed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """A running request went back to the queue. Not terminal; its tokens so far stand. num_pages: that it held."""
+
+    request_id: RequestId
+    reason: PreemptionReason
+    action: PreemptionAction
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionCount:
+    reason: PreemptionReason
+    action: PreemptionAction
+    count: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Server-side times of one request in ms; first_token_ms counts from submit."""
+    """Server-side times of one request in ms; first_token_ms counts from submit.
+
+    preempted_ms: of prefill_ms and decode_ms, spent in the queue again. preempted: how often why and how; the counts
+    add up to preemptions.
+    """
 
     queue_ms: float
     prefill_ms: float
     decode_ms: float
     first_token_ms: float | None
     preemptions: int
+    preempted_ms: float = 0.0
+    preempted: tuple[PreemptionCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,4 +86,4 @@ class Finished:
     error_message: str | None = None
 
 
-Event = TokenEvent | Finished
+Event = TokenEvent | Preempted | Finished

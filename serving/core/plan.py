@@ -79,13 +79,30 @@ class SlotLoad:
     output_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """KV of one page, all layers, between the device and host memory. Host pages are numbered from 0 through all lanes
+    (num_swap_pages of each)."""
+
+    page: int
+    host_page: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
+    """In this order: swap_out is read as the steps before left it, swap_in is written, slots are loaded, rows run.
+
+    A page in swap_out may be written in the same step; a host page in swap_in is reused by later steps only. There is
+    always a row: copies without any wait for the next step.
+    """
+
     step_id: int
     bucket: Bucket
     loads: tuple[SlotLoad, ...]
     decode: tuple[DecodeRow, ...]
     prefill: tuple[PrefillSegment, ...]
+    swap_out: tuple[PageCopy, ...] = ()
+    swap_in: tuple[PageCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

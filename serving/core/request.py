@@ -1,7 +1,7 @@
 """A request: immutable and validated. Everything behind admission may assume that these ranges hold."""
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NewType
 
 RequestId = NewType("RequestId", int)
@@ -30,10 +30,22 @@ class CancelReason(StrEnum):
     STOP_STRING = "stop_string"
     SLOW_CLIENT = "slow_client"
     SHUTDOWN = "shutdown"
+    DEADLINE = "deadline"
+
+
+class Priority(IntEnum):
+    """Class of a request; the lower number goes first. Aging and quotas keep the last from starving."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
 
 
 class RejectionReason(StrEnum):
     QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"
+    RATE_LIMITED = "rate_limited"
+    DEADLINE = "deadline_unmeetable"
     CONTEXT_EXCEEDED = "context_exceeded"
     NEVER_FITS = "never_fits"
     SHUTTING_DOWN = "shutting_down"
@@ -107,7 +119,10 @@ class Request:
     """One generation. prompt_ids: 1..max_context - 1 ids, each in [0, vocabulary).
 
     cache_namespace: 32 bytes that seed the prefix hash (model, tokenizer, template, KV dtype, tenant).
-    tenant: accounting key of the credential; "" when the server runs without keys.
+    tenant: accounting key of the credential; "" when the server runs without keys. weight: of the tenant, > 0; its
+    share of token work beside other tenants that wait. deadline_ms: > 0, from submit to the last token; None = none.
+    shared_prefix_tokens: leading prompt tokens that the operator declared to be common to all tenants; full pages of
+    them are found under shared_namespace instead of cache_namespace.
     """
 
     request_id: RequestId
@@ -116,3 +131,8 @@ class Request:
     stop: StopRule
     cache_namespace: bytes = b""
     tenant: str = ""
+    weight: float = 1.0
+    priority: Priority = Priority.NORMAL
+    deadline_ms: float | None = None
+    shared_prefix_tokens: int = 0
+    shared_namespace: bytes = b""

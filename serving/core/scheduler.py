@@ -52,6 +52,14 @@ class SchedulerStats:
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
+    preemptions_swapped: int = 0
+    preemptions_recomputed: int = 0
+    swap_pages_total: int = 0
+    swap_pages_used: int = 0
+    deadline_misses: int = 0
+    queued_prompt_tokens: int = 0
+    decode_step_ms: float = 0.0
+    prefill_token_ms: float = 0.0
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ class ErrorCode(StrEnum):
     INVALID_VALUE = "invalid_value"
     CONFLICTING_FIELDS = "conflicting_fields"
     INVALID_REQUEST = "invalid_request"
+    CONTRACT_MISMATCH = "contract_mismatch"
     INVALID_MESSAGE = "invalid_message"
     TEMPLATE_FAILED = "template_failed"
     EMPTY_PROMPT = "empty_prompt"
@@ -37,7 +38,10 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"
     RATE_LIMITED = "rate_limited"
+    DEADLINE_UNMEETABLE = "deadline_unmeetable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     TOO_MANY_STREAMS = "too_many_streams"
     SHUTTING_DOWN = "shutting_down"
     NOT_READY = "not_ready"
@@ -85,6 +89,7 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
     ErrorCode.INVALID_VALUE: ErrorRule(400, _BAD, "The value lies outside the field's range."),
     ErrorCode.CONFLICTING_FIELDS: ErrorRule(400, _BAD, "Two fields contradict each other."),
     ErrorCode.INVALID_REQUEST: ErrorRule(400, _BAD, "Admission refused a value of the request."),
+    ErrorCode.CONTRACT_MISMATCH: ErrorRule(412, _BAD, "Another contract is served than the client expects."),
     ErrorCode.INVALID_MESSAGE: ErrorRule(400, _BAD, "A chat message has a role or content that is not supported."),
     ErrorCode.TEMPLATE_FAILED: ErrorRule(400, _BAD, "The chat template refused the messages."),
     ErrorCode.EMPTY_PROMPT: ErrorRule(400, _BAD, "The prompt has no tokens."),
@@ -96,10 +101,15 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
     ErrorCode.MODEL_NOT_FOUND: ErrorRule(404, ErrorType.NOT_FOUND, "This server does not serve that model."),
     ErrorCode.METHOD_NOT_ALLOWED: ErrorRule(405, _BAD, "The path exists, the method does not."),
     ErrorCode.QUEUE_FULL: ErrorRule(429, ErrorType.OVERLOADED, "The queue is full; retry after the given time."),
+    ErrorCode.OVERLOADED: ErrorRule(503, ErrorType.OVERLOADED, "A budget of the server is used up; retry later."),
     ErrorCode.RATE_LIMITED: ErrorRule(429, ErrorType.OVERLOADED, "Too many requests or failed keys; retry later."),
+    ErrorCode.DEADLINE_UNMEETABLE: ErrorRule(503, ErrorType.OVERLOADED, "By estimate the deadline cannot be met."),
+    ErrorCode.DEADLINE_EXCEEDED: ErrorRule(504, ErrorType.OVERLOADED, "The deadline passed; the request was ended."),
     ErrorCode.TOO_MANY_STREAMS: ErrorRule(429, ErrorType.OVERLOADED, "Too many live streams on this connection."),
     ErrorCode.SHUTTING_DOWN: ErrorRule(503, ErrorType.UNAVAILABLE, "The server drains and takes no new work."),
-    ErrorCode.NOT_READY: ErrorRule(503, ErrorType.UNAVAILABLE, "The engine is starting or not ready."),
+    ErrorCode.NOT_READY: ErrorRule(
+        503, ErrorType.UNAVAILABLE, "The server is starting or not ready; /readyz says why."
+    ),
     ErrorCode.ENGINE_LOST: ErrorRule(503, ErrorType.UNAVAILABLE, "The engine died or hung during the request."),
     ErrorCode.SLOW_CLIENT: ErrorRule(408, _BAD, "The client stopped reading and its streams were cancelled."),
     ErrorCode.INTERNAL: ErrorRule(500, ErrorType.SERVER, "A fault of the server; the request failed alone."),
@@ -112,6 +122,9 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
 
 _REJECTIONS: dict[RejectionReason, ErrorCode] = {
     RejectionReason.QUEUE_FULL: ErrorCode.QUEUE_FULL,
+    RejectionReason.OVERLOADED: ErrorCode.OVERLOADED,
+    RejectionReason.RATE_LIMITED: ErrorCode.RATE_LIMITED,
+    RejectionReason.DEADLINE: ErrorCode.DEADLINE_UNMEETABLE,
     RejectionReason.CONTEXT_EXCEEDED: ErrorCode.CONTEXT_EXCEEDED,
     RejectionReason.NEVER_FITS: ErrorCode.NEVER_FITS,
     RejectionReason.SHUTTING_DOWN: ErrorCode.SHUTTING_DOWN,
@@ -178,6 +191,10 @@ def from_finished(finished: Finished) -> ApiError | None:
     """The error that a terminal event stands for; None where it is a result (stop, length, cancelled by the client)."""
     if finished.error_code is not None:
         return ApiError(finished.error_code, finished.error_message or "The request failed in the engine.")
+    if finished.cancel_reason is CancelReason.DEADLINE:
+        return ApiError(
+            ErrorCode.DEADLINE_EXCEEDED, "The deadline of the request passed before its last token; it was ended."
+        )
     if finished.cancel_reason is CancelReason.SHUTDOWN:
         return shutting_down()
     if finished.cancel_reason is CancelReason.SLOW_CLIENT:

@@ -8,6 +8,7 @@ import time
 from asyncio import TimerHandle
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, cast
 
 from uvicorn._types import ASGISendEvent
@@ -17,9 +18,13 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import Frame
+from websockets.http11 import Request
 
 FORCE_CLOSE = "headrace.force_close"
 """ASGI extension of a WebSocket scope: ``force_close(code, reason)`` closes without waiting for the client to read."""
+
+VERSION = "13"
+"""Of the WebSocket protocol; there is no other."""
 
 _log = logging.getLogger("headrace.server")
 
@@ -96,6 +101,10 @@ class GuardedHttp(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         self._expect(None)
+        if self.scope["http_version"] != "1.1":
+            # uvicorn would hand it on as HTTP/1.1 (RFC 6455 4.2.1).
+            self._refuse("505 HTTP Version Not Supported", "a WebSocket needs HTTP/1.1")
+            return
         if not self.url.isascii():
             self.send_400_response("Invalid HTTP request received.")
             return
@@ -199,18 +208,33 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
 
+    def handle_connect(self, event: Request) -> None:
+        if event.headers.get_all("Sec-WebSocket-Version") == [VERSION]:
+            super().handle_connect(event)
+            return
+        # The library answers 400 and does not name the version, as RFC 6455 4.4 demands.
+        self.handshake_initiated = self.handshake_complete = self.close_sent = True
+        response = self.conn.reject(HTTPStatus.UPGRADE_REQUIRED, f"Sec-WebSocket-Version must be {VERSION}.\n")
+        response.headers["Sec-WebSocket-Version"] = VERSION
+        response.headers["Upgrade"] = "websocket"
+        self.conn.send_response(response)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.transport.close()
+
     async def run_asgi(self) -> None:
         cast(dict[str, Any], self.scope["extensions"])[FORCE_CLOSE] = self.force_close
         await super().run_asgi()
 
     def handle_parser_exception(self) -> None:
-        """Say why, then read on for a moment before closing. Called again for all that still comes."""
+        """Say why and end our half, then read on for a moment before closing. Called again for all that still comes."""
         if self.close_sent:
             return
         assert self.conn.close_sent is not None
         code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
         self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
         self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.close_sent = True
         if self.read_paused:
             self.read_paused = False

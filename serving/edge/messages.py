@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from headrace.serving.core.contract import MAX_EXPECTED
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.strict_json import NotJson, parse
@@ -33,6 +34,15 @@ StreamId = Annotated[
 Seq = Annotated[int, Meta(ge=0, description="Number of the frame in its stream: 0, 1, 2, … without a gap.")]
 
 
+ExpectedContract = Annotated[
+    str,
+    Meta(
+        max_length=MAX_EXPECTED,
+        description="What must be served: see *Pinning a contract*. In `hello`: for every stream of the socket.",
+    ),
+]
+
+
 class CloseCode(IntEnum):
     """Why the server closes a socket. ``CLOSE_MEANINGS`` has the texts."""
 
@@ -46,6 +56,7 @@ class CloseCode(IntEnum):
     NOT_JSON = 4400
     UNAUTHENTICATED = 4401
     TOO_SLOW = 4408
+    CONTRACT_MISMATCH = 4412
     TOO_MANY = 4429
 
 
@@ -60,6 +71,7 @@ CLOSE_MEANINGS: dict[CloseCode, str] = {
     CloseCode.NOT_JSON: "A frame was binary, was not JSON, or was not an object.",
     CloseCode.UNAUTHENTICATED: "The API key of `hello` was absent or wrong, or another message came before `hello`.",
     CloseCode.TOO_SLOW: "No `hello` in time, or the client stopped reading for the write limit.",
+    CloseCode.CONTRACT_MISMATCH: "The server does not serve the contract that `hello` expects; an `error` came first.",
     CloseCode.TOO_MANY: "The client sent messages without reading the answers, or its key has too many sockets.",
 }
 
@@ -76,6 +88,7 @@ class Hello(ClientMessage, tag="hello", kw_only=True, frozen=True):
     client: Annotated[
         str, Meta(pattern=r"^[ -~]{0,64}\Z", description="Name and version of the client, for the server's log.")
     ] = ""
+    expect_contract: ExpectedContract | None = None
 
 
 class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
@@ -87,6 +100,7 @@ class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
         dict[str, Any],
         Meta(description="The request, as for `/v1/chat/completions` or `/v1/completions`; see *Body fields*."),
     ]
+    expect_contract: ExpectedContract | None = None
     detach: Annotated[
         bool, Meta(description="Go on generating for `resume_s` when the connection is lost, and allow `resume`.")
     ] = False
@@ -141,6 +155,10 @@ class Welcome(ServerMessage, tag="welcome", kw_only=True, frozen=True):
     limits: Annotated[SessionLimits, Meta(description="What this socket may do.")]
     heartbeat_s: Annotated[float, Meta(description="Seconds between WebSocket pings; a pong is due in as many.")]
     resume_s: Annotated[float, Meta(description="Seconds that a detached stream lives without a connection.")]
+    contract: Annotated[
+        str | None, Meta(description="Fingerprint of the contract that is served; null while no engine is ready.")
+    ]
+    numerics: Annotated[str | None, Meta(description="Hash of its numerics; null likewise.")]
 
 
 class Created(ServerMessage, tag="created", kw_only=True, frozen=True):
@@ -151,6 +169,7 @@ class Created(ServerMessage, tag="created", kw_only=True, frozen=True):
     request_id: Annotated[str, Meta(description="The server's name of the request.")]
     model: Annotated[str, Meta(description="Model that answers.")]
     created: Annotated[int, Meta(description="Unix time in seconds.")]
+    contract: Annotated[str, Meta(description="Fingerprint of the contract that it is served under.")]
     queue_depth: Annotated[int, Meta(description="Requests that waited for the engine when this one was accepted.")]
     choices: Annotated[int, Meta(description="Choices that the stream has; indexes are 0 to choices - 1.")]
     ignored_fields: Annotated[
@@ -214,6 +233,7 @@ class Done(ServerMessage, tag="done", kw_only=True, frozen=True):
     choices: Annotated[tuple[ChoiceEnd, ...], Meta(description="One entry per choice.")]
     usage: Annotated[dict[str, Any], Meta(description="Tokens, as in OpenAI's `usage`, over all choices.")]
     metrics: Annotated[Times, Meta(description="Server times.")]
+    contract: Annotated[str, Meta(description="As in `created`.")]
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True, frozen=True):

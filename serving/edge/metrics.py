@@ -35,6 +35,9 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
 
 
+PROBE_STATES = ("unrecorded", "pending", "passed", "failed")
+
+
 class EngineView(EngineReports, Protocol):
     """Live state of the engine as the metrics read it."""
 
@@ -104,6 +107,9 @@ class Metrics(Collector):
         self._accepted = self._own_counter("requests_accepted", "Requests given to the engine.")
         self._refusals = self._own_counter("requests_refused", "Requests refused before the engine.", "code")
         self._failures = self._own_counter("requests_failed", "Accepted requests that ended in an error.", "code")
+        self._probe_runs = self._own_counter("probe_runs", "Runs of the readiness probe by result.", "result")
+        self._probe_state = self._own_gauge("probe_state", "1 for the state of the readiness probe.", "state")
+        self.probe_is("unrecorded")
         self.ws_connections = self._own_gauge("ws_connections", "Open native WebSockets.")
         self.ws_streams = self._own_gauge("ws_streams_active", "Live streams on native WebSockets.")
         self.ws_closes = self._own_counter("ws_closes", "Closed native WebSockets by close code.", "code")
@@ -125,6 +131,14 @@ class Metrics(Collector):
     def next_token(self, seconds: float) -> None:
         self._output_tokens.inc()
         self._next_token.observe(seconds)
+
+    def probe_ran(self, result: str) -> None:
+        self._probe_runs.labels(result).inc()
+
+    def probe_is(self, status: str) -> None:
+        """status: one of PROBE_STATES."""
+        for state in PROBE_STATES:
+            self._probe_state.labels(state).set(state == status)
 
     def ended(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
         """Exactly once per accepted request."""
@@ -228,8 +242,8 @@ class Metrics(Collector):
         self._own.append(made)
         return made
 
-    def _own_gauge(self, name: str, text: str) -> Gauge:
-        made = Gauge(name, text, registry=None)
+    def _own_gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        made = Gauge(name, text, labels, registry=None)
         self._own.append(made)
         return made
 

@@ -13,11 +13,13 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.serving.core.request import CancelReason
+from headrace.serving.edge.contract import CONTRACT_HEADER, EXPECT_HEADER
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Delta, Done, Failure, Generation
@@ -62,6 +64,8 @@ class GenerateEndpoint:
         self._write_limit_s = write_limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        expected = tuple(Request(scope).headers.getlist(EXPECT_HEADER))
+        self._service.check_expected(expected, EXPECT_HEADER)
         try:
             body = await read_object(scope, receive, max_bytes=self._service.config.max_body_bytes)
         except ClientGone:
@@ -71,7 +75,7 @@ class GenerateEndpoint:
         job: Job | None = None
         try:
             tenant = scope.get("state", {}).get("tenant", "")
-            job = await _unless(gone, self._service.start(self._endpoint, body, tenant=tenant))
+            job = await _unless(gone, self._service.start(self._endpoint, body, tenant=tenant, expected=expected))
             if job.options.stream:
                 await _EventStream(job, send, gone, self._keepalive_s, self._write_limit_s).run()
             else:
@@ -112,7 +116,7 @@ async def _unless(gone: asyncio.Task[None], work: Awaitable[T]) -> T:
 
 
 def job_headers(job: Job) -> dict[str, str]:
-    headers = {"x-request-id": job.request_id}
+    headers = {"x-request-id": job.request_id, CONTRACT_HEADER: job.contract}
     if job.options.ignored_fields:
         headers["x-headrace-ignored-fields"] = ", ".join(job.options.ignored_fields)
     return headers

@@ -4,29 +4,32 @@
 ``ApiError`` for every refusal, before the engine has seen anything.
 """
 
-import hashlib
-import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from headrace.model.chat_template import ChatTemplate
 from headrace.model.tokenizer import Tokenizer
 from headrace.serving.core.admission import Limits
+from headrace.serving.core.contract import Contract
 from headrace.serving.core.drain_rate import DrainRate
-from headrace.serving.core.request import SAMPLING_POLICY, CancelReason, Request, RequestId
+from headrace.serving.core.request import CancelReason, Request, RequestId
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
 from headrace.serving.edge.bodies import JobOptions, ParsedBody, parse_body
+from headrace.serving.edge.contract import ServedContract, check_expectation, contract_document
 from headrace.serving.edge.engine_client import EngineUnavailable, Sink
 from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Done, Failure, Generation
+from headrace.serving.edge.http_json import JsonObject
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.metrics import EngineView, Metrics
 from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
+from headrace.serving.edge.probe_view import NO_PROBE, ProbeView
 from headrace.serving.edge.prompt_ids import PromptEncoder
+from headrace.serving.edge.request_log import RequestLog
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready
 
@@ -50,7 +53,7 @@ class ServiceConfig:
     """model_names: what clients may call the model; the first is its name in answers. vocab_size: of the model.
 
     eos_ids: end a generation unless ignore_eos is set. max_queued_*: requests (and their prompt tokens) that may wait
-    for a first token; the engine's own limits must not be lower.
+    for a first token; the engine's own limits must not be lower. revision: of the model, where it has one.
     """
 
     model_names: tuple[str, ...]
@@ -61,6 +64,7 @@ class ServiceConfig:
     max_queued_prompt_tokens: int = 524_288
     max_prompt_bytes: int = 1 << 20
     max_body_bytes: int = 4 << 20
+    revision: str | None = None
     allow_unknown_fields: bool = False
 
 
@@ -110,11 +114,20 @@ class Service:
         self.metrics = metrics or Metrics(config.model_names[0], engine)
         self.preparation = Preparation(tokenizer, template, max_prompt_bytes=config.max_prompt_bytes, bulk=bulk)
         self._tokenizer = tokenizer
+        self._template = template
         self._template_hash = template.content_hash if template else ""
+        self._served = ServedContract(
+            tokenizer=tokenizer.content_hash,
+            template=template.content_hash if template else None,
+            stop_ids=config.eos_ids,
+        )
+        self.probe: ProbeView = NO_PROBE
         self._clock = clock
         self._is_draining = False
         self._waiting = _Waiting()
         self._drain_rate = DrainRate()
+        self._log = RequestLog()
+        self._make_generation: type[Generation] = Generation
 
     # State
 
@@ -138,7 +151,7 @@ class Service:
         return table[token_id] if token_id < len(table) else b""
 
     def is_ready(self) -> Readiness:
-        """True only when the engine is ready, moves, and nothing drains; false the moment that it is lost."""
+        """True only when the engine is ready, moves and passed its probe, and nothing drains."""
         state = self.engine.state
         if self._is_draining or state is EngineState.DRAINING:
             return Readiness(False, "draining")
@@ -146,6 +159,8 @@ class Service:
             return Readiness(False, "the engine is starting")
         if state is EngineState.DEAD:
             return Readiness(False, f"the engine is dead: {self.engine.failure or 'it was never started'}")
+        if (fault := self.probe.fault) is not None:
+            return Readiness(False, fault)
         return Readiness(True, "ready")
 
     def drain(self) -> None:
@@ -157,45 +172,69 @@ class Service:
         self.preparation.close()
 
     @property
-    def contract(self) -> str:
-        """Fingerprint of ``contract_parts``."""
-        return "fp_" + hashlib.sha256(json.dumps(self.contract_parts, sort_keys=True).encode()).hexdigest()[:16]
+    def served(self) -> Contract | None:
+        """The contract of the engine that runs now; None while none is ready."""
+        ready = self.engine.ready_info
+        return None if ready is None else self.contract_of(ready)
+
+    def contract_of(self, ready: Ready) -> Contract:
+        """Of an engine that reported so."""
+        return self._served.of(ready)
 
     @property
-    def contract_parts(self) -> dict[str, str]:
-        """What fixes an answer: weights, tokenizer, template, types, kernels, sampling, version."""
-        ready = self.engine.ready_info
-        return {
-            "model": ready.model_hash if ready else "",
-            "tokenizer": self._tokenizer.content_hash,
-            "template": self._template_hash,
-            "dtype": ready.dtype if ready else "",
-            "weights": ready.weights if ready else "",
-            "kv_dtype": ready.kv_dtype if ready else "",
-            "mesh": ready.mesh if ready else "",
-            "attention": ready.attention if ready else "",
-            "sampling": SAMPLING_POLICY,
-            "version": self.config.version,
-        }
+    def contract_hashes(self) -> tuple[str | None, str | None]:
+        """Fingerprint of the contract and hash of its numerics; None while no engine is ready."""
+        served = self.served
+        return (None, None) if served is None else (served.fingerprint, served.numerics_hash)
+
+    def check_expected(self, expected: Sequence[str], param: str = "expect_contract") -> None:
+        """Raises: ApiError where the contract is not what a client expects; nothing is checked while none is known."""
+        served = self.served
+        if served is not None:
+            for text in expected:
+                check_expectation(text, served, param)
+
+    def contract_document(self) -> JsonObject:
+        """Raises: ApiError while no engine is ready, since the engine alone knows most of it."""
+        ready, served = self.engine.ready_info, self.served
+        if ready is None or served is None:
+            raise _not_ready("The contract is known when the engine is ready")
+        return contract_document(
+            served,
+            ready,
+            headrace=self.config.version,
+            revision=self.config.revision,
+            shows_date=bool(self._template and self._template.shows_date),
+            probe=self.probe.as_json(),
+        )
 
     # Requests
 
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
-        """Admit and submit one request. Raises ApiError. Cancelling the caller before it returns starts nothing."""
+    async def start(
+        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", expected: Sequence[str] = ()
+    ) -> Job:
+        """Admit and submit one request. expected: what the client wants of the contract, see ``core.contract``.
+
+        Raises ApiError. Cancelling the caller before it returns starts nothing."""
         try:
-            return await self._start(_known(endpoint), body, tenant)
+            job = await self._start(_known(endpoint), body, tenant, expected)
         except ApiError as error:
             self.metrics.refused(error.code)
+            self._log.refused(error, tenant, self._clock())
             raise
+        self._log.accepted(job, tenant, self._clock())
+        return job
 
-    async def _start(self, endpoint: Endpoint, body: Mapping[str, object], tenant: str) -> Job:
+    async def _start(self, endpoint: Endpoint, body: Mapping[str, object], tenant: str, expected: Sequence[str]) -> Job:
         ready = self._require_ready()
+        self.check_expected(expected)
         parsed = parse_body(endpoint, body, allow_unknown=self.config.allow_unknown_fields)
         self.require_model(parsed.model)
         num_choices = max(1, len(parsed.prompts))
         self._require_room(num_choices, 0)
         requests = await self.preparation.requests(parsed, self._admission(ready, parsed, num_choices, tenant))
-        self._require_ready()
+        served = self.contract_of(self._require_ready())
+        self.check_expected(expected)  # Another engine may run by now.
         self._require_room(num_choices, sum(len(request.prompt_ids) for request in requests))
         queue_depth = self.queue_depth
         ignored = parsed.options.ignored_fields + self.preparation.unread_fields(parsed.chat)
@@ -207,7 +246,7 @@ class Service:
             model=parsed.model or self.model_names[0],
             created=int(time.time()),
             queue_depth=queue_depth,
-            contract=self.contract,
+            contract=served.fingerprint,
             options=replace(parsed.options, ignored_fields=ignored),
             generations=generations,
         )
@@ -236,7 +275,7 @@ class Service:
 
     def _generation(self, index: int, request: Request, parsed: ParsedBody) -> Generation:
         tokenizer = self._tokenizer
-        return Generation(
+        return self._make_generation(
             index=index,
             request=request,
             text=OutputText(
@@ -271,11 +310,7 @@ class Service:
             return ready
         if self._is_draining or self.engine.state is EngineState.DRAINING:
             raise shutting_down()
-        raise ApiError(
-            ErrorCode.NOT_READY,
-            "The engine is not ready to take requests; /readyz says why. Retry later.",
-            retry_after_ms=5000,
-        )
+        raise _not_ready("The server is not ready to take requests")
 
     def require_model(self, name: str | None) -> None:
         """Raises ApiError unless it is a served name or left out."""
@@ -312,10 +347,15 @@ class Service:
     def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
         self._left_queue(generation.request, now_s)
         self.metrics.ended(generation, outcome, now_s)
+        self._log.ended(generation, outcome, now_s)
 
     def _left_queue(self, request: Request, now_s: float) -> None:
         if self._waiting.remove(request):
             self._drain_rate.on_leave(now_s, others_wait=bool(self._waiting.prompt_tokens))
+
+
+def _not_ready(what: str) -> ApiError:
+    return ApiError(ErrorCode.NOT_READY, f"{what}; /readyz says why it is not. Retry later.", retry_after_ms=5000)
 
 
 def _known(endpoint: str) -> Endpoint:

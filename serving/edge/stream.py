@@ -187,7 +187,7 @@ class Stream:
                 self._done[generation.index] = outcome
                 if len(self._done) == len(generations):
                     self._has_terminal = True
-                    return self._numbered(self._all_done())
+                    return self._numbered(self._all_done(self._job.contract))
         return None
 
     def _notify(self) -> None:
@@ -212,6 +212,7 @@ class Stream:
             request_id=job.request_id,
             model=job.model,
             created=job.created,
+            contract=job.contract,
             queue_depth=job.queue_depth,
             choices=len(job.generations),
             ignored_fields=job.options.ignored_fields,
@@ -244,7 +245,7 @@ class Stream:
             self._waiting.append(self._numbered(frame))
         return self._waiting.popleft()
 
-    def _all_done(self) -> messages.Done:
+    def _all_done(self, contract: str) -> messages.Done:
         ends = [self._done[index] for index in sorted(self._done)]
         times = [end.timings for end in ends]
         first = [time.first_token_ms for time in times if time.first_token_ms is not None]
@@ -263,6 +264,7 @@ class Stream:
                 decode_ms=max(time.decode_ms for time in times),
                 preemptions=sum(time.preemptions for time in times),
             ),
+            contract=contract,
         )
 
     def _error(self, error: ApiError) -> messages.Error:

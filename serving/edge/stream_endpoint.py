@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,7 +44,12 @@ class StreamService(Protocol):
     def model_names(self) -> tuple[str, ...]: ...
     @property
     def max_context(self) -> int: ...
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job: ...
+    @property
+    def contract_hashes(self) -> tuple[str | None, str | None]: ...
+    def check_expected(self, expected: Sequence[str], param: str = "expect_contract") -> None: ...
+    async def start(
+        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", expected: Sequence[str] = ()
+    ) -> Job: ...
 
 
 class KeyCheck(Protocol):
@@ -240,6 +245,17 @@ class _Socket:
     def max_context(self) -> int:
         return self._endpoint.service.max_context
 
+    @property
+    def contract_hashes(self) -> tuple[str | None, str | None]:
+        return self._endpoint.service.contract_hashes
+
+    def contract_fault(self, expected: str) -> ApiError | None:
+        try:
+            self._endpoint.service.check_expected((expected,))
+        except ApiError as error:
+            return error
+        return None
+
     def identify(self, key: str) -> Identity | None:
         return self._endpoint.keys.identify(key, self._peer)
 
@@ -314,7 +330,9 @@ class _Socket:
         """Prepare and submit a request; tokenizing and templates run off the loop, inside the service."""
         stream = start.stream
         try:
-            job = await self._endpoint.service.start(start.endpoint, start.body, tenant=start.tenant)
+            job = await self._endpoint.service.start(
+                start.endpoint, start.body, tenant=start.tenant, expected=start.expected
+            )
         except ApiError as error:
             stream.fail(error)
         except Exception:

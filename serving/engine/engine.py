@@ -5,8 +5,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.events import Event, Finished, TokenEvent
+from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
 from headrace.serving.core.plan import StepPlan, StepResult
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 from headrace.serving.core.scheduler import Scheduler
@@ -190,6 +192,14 @@ class StepLoop:
             prefix_queries_tokens=s.prefix_queries_tokens,
             prefix_hits_tokens=s.prefix_hits_tokens,
             preemptions=s.preemptions,
+            preemptions_swapped=s.preemptions_swapped,
+            preemptions_recomputed=s.preemptions_recomputed,
+            swap_pages_total=s.swap_pages_total,
+            swap_pages_used=s.swap_pages_used,
+            deadline_misses=s.deadline_misses,
+            queued_prompt_tokens=s.queued_prompt_tokens,
+            decode_step_ms=s.decode_step_ms,
+            prefill_token_ms=s.prefill_token_ms,
             compiles_after_ready=self._runner.compiles_after_ready(),
             device_seconds=self.device_seconds,
             host_seconds=host_seconds,
@@ -198,10 +208,22 @@ class StepLoop:
         )
 
 
+class JournalState(Protocol):
+    """What ``journal_file.JournalFile`` reports."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def stopped_by(self) -> str | None: ...
+
+
 class Engine:
     """The step loop behind an inbox and a link. host_seconds: time of turns with work outside ``collect``."""
 
-    def __init__(self, loop: StepLoop, clock: Clock, inbox: Inbox, outlet: Outlet) -> None:
+    def __init__(
+        self, loop: StepLoop, clock: Clock, inbox: Inbox, outlet: Outlet, journal: JournalState | None = None
+    ) -> None:
+        self._journal = journal
         self._loop = loop
         self._clock = clock
         self._inbox = inbox
@@ -264,7 +286,12 @@ class Engine:
             self._outlet.send(self._stats(expert_tokens=expert_tokens))
 
     def _stats(self, *, nonce: int | None = None, expert_tokens: ExpertTokens | None = None) -> Stats:
-        return self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+        stats = self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+        if self._journal is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, journal_bytes=self._journal.num_bytes, journal_stopped=self._journal.stopped_by is not None
+        )
 
     def _emit(self, events: list[Event], refused: list[Refused]) -> None:
         self._outlet.send(
@@ -273,6 +300,7 @@ class Engine:
                 tokens=tuple(e for e in events if isinstance(e, TokenEvent)),
                 finished=tuple(e for e in events if isinstance(e, Finished)),
                 refused=tuple(refused),
+                preempted=tuple(e for e in events if isinstance(e, Preempted)),
                 stats=self._stats(),
             )
         )

@@ -6,7 +6,7 @@ and end-of-file the instant that either side dies.
 
 import msgspec
 
-from headrace.serving.core.events import Finished, TokenEvent
+from headrace.serving.core.events import Finished, Preempted, TokenEvent
 from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 from headrace.serving.engine.ports import ExpertTokens
@@ -69,7 +69,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank: which of them this is.
     attention: whose kernels run. dtype: of weights and products. weights: how the matrices of products lie in memory.
     kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of pages comes from, on
-    each device; None where it was given. num_pages, num_slots: of each of num_lanes.
+    each device; None where it was given. num_pages, num_slots: of each of num_lanes. family, architecture: of the
+    model, and SHA-256 in hex of its configuration. stored_types: how many tensors of each type its files hold.
+    numerics: what fixes the bits of a result, by name: versions, device, instruction set, threads, shapes of programs.
     """
 
     model_hash: str
@@ -92,11 +94,20 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     num_lanes: int = 1
     hosts: int = 1
     rank: int = 0
+    family: str = ""
+    architecture: str = ""
+    stored_types: dict[str, int] = {}
+    deterministic: bool = False
+    numerics: dict[str, str] = {}
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Gauges and counters of the engine. Counters only grow while the process lives.
 
+    preemptions_swapped, preemptions_recomputed: add up to preemptions. swap_pages_*: host pages. deadline_misses:
+    accepted requests that their deadline ended. queued_prompt_tokens: of requests that wait. decode_step_ms,
+    prefill_token_ms: of a decode step, and what a prompt token adds to a step, as measured lately; 0 while unknown.
+    journal_bytes: None = there is no journal.
     expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
     """
 
@@ -115,6 +126,16 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     nonce: int | None = None
+    preemptions_swapped: int = 0
+    preemptions_recomputed: int = 0
+    swap_pages_total: int = 0
+    swap_pages_used: int = 0
+    deadline_misses: int = 0
+    queued_prompt_tokens: int = 0
+    decode_step_ms: float = 0.0
+    prefill_token_ms: float = 0.0
+    journal_bytes: int | None = None
+    journal_stopped: bool = False
     expert_tokens: ExpertTokens | None = None
 
     def after(self, earlier: "Stats") -> "Stats":
@@ -139,6 +160,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     finished: tuple[Finished, ...]
     refused: tuple[Refused, ...]
     stats: Stats
+    preempted: tuple[Preempted, ...] = ()
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

@@ -113,7 +113,7 @@ class Drive:
             if isinstance(event, TokenEvent):
                 assert event.index == len(self.tokens[event.request_id])
                 self.tokens[event.request_id].append(event)
-            else:
+            elif isinstance(event, Finished):
                 self.finished[event.request_id] = event
         self._settled()
         return events

@@ -54,6 +54,7 @@ class LineTemplate:
     """``<bos>role:content\\n`` for each message, then ``assistant:``."""
 
     content_hash = "line-template"
+    shows_date = False
     variables = frozenset({"enable_thinking"})
     unread_fields = ("tool_calls",)
 

@@ -150,13 +150,22 @@ class ScriptedService:
     def running(self) -> int:
         return sum(not generation.is_ended for script in self.scripts for generation in script.job.generations)
 
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
+    contract_hashes = (f"fp_{'1' * 64}", f"nm_{'2' * 64}")
+
+    def check_expected(self, expected: Sequence[str], param: str = "expect_contract") -> None:
+        if any(text not in self.contract_hashes for text in expected):
+            raise ApiError(ErrorCode.CONTRACT_MISMATCH, "scripted", param=param)
+
+    async def start(
+        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", expected: Sequence[str] = ()
+    ) -> Job:
         wants: dict[str, Any] = dict(body)
         try:
             await asyncio.sleep(wants.get("prepare_s", 0))
         except asyncio.CancelledError:
             self.given_up += 1
             raise
+        self.check_expected(expected)
         if "refuse" in wants:
             raise ApiError(ErrorCode(wants["refuse"]), "scripted", retry_after_ms=500)
         presented = {name: wants[name] for name in ("stream_options", "return_token_ids") if name in wants}

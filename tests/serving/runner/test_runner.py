@@ -9,7 +9,7 @@ import pytest
 
 from headrace.model.decoder import pool_shape
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.plan import SlotRef, StepPlan
+from headrace.serving.core.plan import PageCopy, SlotRef, StepPlan
 from headrace.serving.core.request import FinishReason, SamplingParams
 from headrace.serving.engine.ports import CompiledProgram
 from headrace.serving.runner.runner import JaxRunner
@@ -38,7 +38,7 @@ A, B = SlotRef(0, 1), SlotRef(1, 1)
 @pytest.fixture(scope="module")
 def warm() -> Iterator[tuple[JaxRunner, tuple[CompiledProgram, ...], list[tuple[str, int, int]]]]:
     """One warm runner for the file: sequences write what they read, so tests cannot disturb each other."""
-    runner = JaxRunner.of_host(tiny_model(), CONFIG)
+    runner = JaxRunner.of_host(tiny_model(), replace(CONFIG, num_swap_pages=6))
     seen: list[tuple[str, int, int]] = []
     ledger = runner.warm_up(lambda *progress: seen.append(progress))
     yield runner, ledger, seen
@@ -61,10 +61,19 @@ def run(runner: JaxRunner, step: StepPlan) -> list[int | None]:
 class TestWarmUp:
     def test_the_ledger_names_every_program_once(self, warm: tuple) -> None:
         _, ledger, seen = warm
-        names = ["decode-1", "decode-4", "mixed-4+8", "mixed-4+16", "load-slot", "load-slot-rows"]
+        names = [
+            "decode-1",
+            "decode-4",
+            "mixed-4+8",
+            "mixed-4+16",
+            "load-slot",
+            "load-slot-rows",
+            "swap-out",
+            "swap-in",
+        ]
         assert [program.name for program in ledger] == names
         assert all(program.seconds > 0 and program.temp_bytes >= 0 for program in ledger)
-        assert [done for _, done, _ in seen] == list(range(1, 7)) and {total for _, _, total in seen} == {6}
+        assert [done for _, done, _ in seen] == list(range(1, 9)) and {total for _, _, total in seen} == {8}
         assert {what for what, _, _ in seen} == {f"compiling {name}" for name in names}
 
     def test_no_program_copies_the_pool(self, warm: tuple) -> None:
@@ -158,6 +167,54 @@ class TestSteps:
         assert [token.is_finite for token in result.decode] == [False, True]
         assert result.decode[0].logprobs is None
         assert result.decode[1].token_id == greedy_ids(ids, 2)[1]
+
+
+class TestSwap:
+    def test_a_sequence_leaves_for_another_and_comes_back_elsewhere(self, runner: JaxRunner) -> None:
+        """Its pages are written again in the very step that they leave in, and spoiled afterwards."""
+        ids, other = prompt(21, 9), prompt(22, 11)
+        params = replace(GREEDY, num_logprobs=3)
+        loads = (load(A, request(1, ids, params)),)
+        tokens = run(runner, plan(1, MIXED, loads=loads, prefill=(segment(A, ids, (1, 2, 3)),)))
+        out = (PageCopy(1, 4), PageCopy(2, 0), PageCopy(3, 5))
+        taken = segment(B, other, (3, 2, 1))
+        leaving = plan(2, MIXED, loads=(load(B, request(2, other)),), prefill=(taken,), swap_out=out)
+        assert run(runner, leaving) == greedy_ids(other, 1)
+        runner.poison_pages([1, 2, 3])
+        back = (PageCopy(8, 4), PageCopy(1, 0), PageCopy(9, 5))
+        loads = (load(A, request(1, ids, params), tuple(tokens)),)
+        tokens += run(runner, plan(3, DECODE, loads=loads, decode=(row(A, 9, (8, 1, 9)),), swap_in=back))
+        tokens += run(runner, plan(4, DECODE, decode=(row(A, 10, (8, 1, 9), output_index=2),)))
+        assert tokens == greedy_ids(ids, 3)
+
+    def test_out_and_in_while_two_steps_are_in_flight(self, runner: JaxRunner) -> None:
+        ids, other = prompt(23, 8), prompt(24, 7)
+        loads = (load(A, request(1, ids)), load(B, request(2, other)))
+        tickets = [
+            runner.dispatch(plan(1, MIXED, loads=loads, prefill=(segment(A, ids, (1, 2)), segment(B, other, (3, 4))))),
+            # A leaves as step 1 makes it, which nobody has waited for.
+            runner.dispatch(plan(2, DECODE, decode=(row(B, 7, (3, 4)),), swap_out=(PageCopy(1, 1), PageCopy(2, 2)))),
+        ]
+        first, second = runner.collect(tickets[0]), None
+        out, back = (PageCopy(3, 3), PageCopy(4, 4)), (PageCopy(4, 1), PageCopy(3, 2))
+        again = (load(A, request(1, ids), (first.prefill[0].token_id,)),)
+        third = runner.dispatch(
+            plan(3, DECODE, loads=again, decode=(row(A, 8, (4, 3, 5)),), swap_out=out, swap_in=back)
+        )
+        second, third = runner.collect(tickets[1]), runner.collect(third)
+        found = [result.decode[0].token_id for result in (second, third)]
+        assert found == [greedy_ids(other, 2)[1], greedy_ids(ids, 2)[1]]
+
+    def test_a_page_takes_measured_time(self, runner: JaxRunner) -> None:
+        assert 0 < runner.swap_page_seconds < 1
+
+    def test_a_copy_that_does_not_fit_is_refused_before_anything_runs(self, runner: JaxRunner) -> None:
+        ids = prompt(25, 6)
+        run(runner, plan(1, MIXED, loads=(load(A, request(1, ids)),), prefill=(segment(A, ids, (1, 2)),)))
+        for parts in ({"swap_out": (PageCopy(1, 6),)}, {"swap_in": (PageCopy(0, 1),)}):
+            with pytest.raises(InvariantError, match="out of range"):
+                runner.dispatch(plan(2, DECODE, decode=(row(A, 6, (1, 2)),), **parts))
+        assert run(runner, plan(3, DECODE, decode=(row(A, 6, (1, 2)),))) == [greedy_ids(ids, 2)[1]]
 
 
 class TestRefusals:
