@@ -72,6 +72,7 @@ def open_result(
         "client": client_versions(),
         "server": {"url": base, "api": api, "contract": contract},
         "slo": None if objective is None else str(objective),
+        "interrupted": any(run.stopped_s is not None for run in runs),
         "spread": spread_of(figures) if len(runs) > 1 else None,
         "runs": [
             {
@@ -121,6 +122,8 @@ def print_open(result: dict[str, Any], console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if result["interrupted"]:
+        console.print("interrupted: the last run has the part of the plan that was offered", style="yellow")
     console.print(server_text(result["server"]), highlight=False, soft_wrap=True)
     for run in result["runs"]:
         if len(result["runs"]) > 1:

@@ -17,6 +17,7 @@ from headrace.serving.bench.workload import Workload
 from headrace.serving.core.errors import ConfigError
 
 FORMAT = "headrace-bench/2"
+MISSED = {"answer": "not answered"}
 LATENCIES = {
     "first_token": "first token",
     "inter_token": "between tokens",
@@ -131,7 +132,7 @@ def goodput_text(good: dict[str, Any]) -> str:
     """In a line, with its interval and what was missed."""
     low, high = good["share_interval"]
     low_s, high_s = good["per_s_interval"]
-    missed = ", ".join(f"{count:,} {name}" for name, count in good["missed"].items())
+    missed = ", ".join(f"{count:,} {MISSED.get(name, name)}" for name, count in good["missed"].items())
     return (
         f"goodput under {good['slo']}: {good['per_s']:.3g}/s (95%: {low_s:.3g} to {high_s:.3g}), {good['share']:.1%} "
         f"({low:.1%} to {high:.1%}) of {good['of']:,}; missed: {missed or 'nothing'}"

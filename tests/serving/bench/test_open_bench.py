@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from headrace.serving.app.bench_keys import read_keys
 from headrace.serving.app.bench_open_report import open_result
 from headrace.serving.app.bench_plot import point_of, save_open_plot
+from headrace.serving.app.bench_run import stopping
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.bench.native_target import NativeTarget
 from headrace.serving.bench.objective import parse_objective
@@ -124,6 +127,21 @@ async def test_a_planned_cancel_reaches_the_server(api: str) -> None:
     assert [reason for _, reason in engine.cancels] == [
         CancelReason.CLIENT if api == "native" else CancelReason.DISCONNECT
     ]
+
+
+async def test_an_interrupt_ends_the_plan_and_a_second_one_the_run() -> None:
+    stop = asyncio.Event()
+
+    async def work() -> None:
+        with stopping(stop, Console(quiet=True)):
+            signal.raise_signal(signal.SIGINT)
+            await stop.wait()
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(20)
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(work())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @BOTH

@@ -57,6 +57,24 @@ async def test_requests_start_when_planned_though_nobody_answers() -> None:
     assert run.seconds >= 0.2 and run.cpu_s > 0
 
 
+async def test_a_run_that_is_stopped_keeps_what_was_offered() -> None:
+    workload = WorkloadFile(requests=tuple(planned(at_s) for at_s in (0, 0, 30)), duration_s=60)
+    target = SlowTarget()
+    loop = OpenLoop(workload=workload, target=target)
+    running = asyncio.create_task(loop.run())
+    while len(target.asked) < 2:
+        await asyncio.sleep(0.01)
+    loop.stop.set()
+    await asyncio.sleep(0.05)
+    assert not running.done()  # what runs is waited for
+    target.answer.set()
+    run = await running
+    assert run.stopped_s is not None and 0 < run.stopped_s < 20
+    part = run.offered(workload)
+    assert (len(part.requests), part.duration_s) == (2, run.stopped_s)
+    assert open_figures(run, part, None)["requests"] == 2
+
+
 async def test_warm_up_comes_before_and_has_other_prompts() -> None:
     workload = WorkloadFile(requests=(planned(0, tenant="a"),), duration_s=1)
     target = SlowTarget(at_once=True)
