@@ -147,6 +147,11 @@ def _print_figures(figures: dict[str, Any], api: str, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if (server := figures["server"]).get("preemptions", {"sum": 0})["sum"]:
+        kinds = [name for name in server if name.startswith("preempted_") and not name.endswith("_ms")]
+        reasons = ", ".join(f"{server[name]['sum']:,} {name.removeprefix('preempted_')}" for name in kinds)
+        text = f"{server['preemptions']['sum']:,} preemptions" + (f": {reasons}" if reasons else "")
+        console.print(text, highlight=False, soft_wrap=True)
     if figures["cancels"]["planned"]:
         cancels = figures["cancels"]
         console.print(

@@ -118,6 +118,14 @@ class WorkloadPlan:
         expected = sum(rate * seconds for rate, seconds in self.phases)
         if self.requests is None and expected > MAX_REQUESTS:
             raise ConfigError(f"{expected:,.0f} requests are planned; a workload has at most {MAX_REQUESTS:,}")
+        for option, value, most in (
+            ("--temperature", self.temperature, 100),
+            ("--seed", self.seed, 2**63 - 1),
+            ("--cancel-share", self.cancel_share, 1),
+            ("--cancel-after", self.cancel_after_s, MAX_TIME_S),
+        ):
+            if not 0 <= value <= most:
+                raise ConfigError(f"{option} is {value:g}; it must be from 0 to {most:,.15g}")
         for shares in (self.tenants, self.prefixes, self.priorities):
             if shares and sum(share.share for share in shares) <= 0:
                 raise ConfigError("shares of --tenant, --priority and --shared-prefix must not all be 0")
@@ -129,7 +137,7 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
     streams = {aspect: random.Random(f"{plan.seed}:{aspect}") for aspect in aspects}
     names = {prefix.name: prefix.length for prefix in plan.prefixes if prefix.name is not None}
     requests = []
-    for at_s in _arrivals(plan):
+    for index, at_s in enumerate(_arrivals(plan)):
         length = plan.prompt.draw(streams["prompt"])
         is_cancelled = streams["cancel"].random() < plan.cancel_share
         requests.append(
@@ -142,7 +150,7 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
                 priority=_one_of(plan.priorities, streams["priority"]),
                 deadline_ms=plan.deadline_ms,
                 cancel_after_s=plan.cancel_after_s if is_cancelled else None,
-                sampling={"temperature": plan.temperature} | ({"ignore_eos": True} if plan.ignore_eos else {}),
+                sampling=_sampling(plan, index),
             )
         )
     if not requests:
@@ -158,6 +166,16 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
         description=describe(plan),
         prefixes={name: _of(length, plan.is_words) for name, length in names.items()},
     )
+
+
+def _sampling(plan: WorkloadPlan, index: int) -> dict[str, object]:
+    """Greedy answers need no seed, and some servers refuse one."""
+    found: dict[str, object] = {"temperature": plan.temperature}
+    if plan.temperature > 0:
+        found["seed"] = (plan.seed + index) % (1 << 31)
+    if plan.ignore_eos:
+        found["ignore_eos"] = True
+    return found
 
 
 def describe(plan: WorkloadPlan) -> str:

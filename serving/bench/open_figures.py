@@ -188,7 +188,7 @@ def _client(run: OpenRun) -> Figures:
     if late["p99_ms"] is not None and late["p99_ms"] > LATE_MS:
         warnings.append(
             f"one request in a hundred was sent {late['p99_ms']:,.0f} ms late or more: the client was the bottleneck; "
-            "give it more --connections, another machine, or a lower rate"
+            "give it a machine of its own, over HTTP more --connections, or a lower rate"
         )
     if share > BUSY_CPU_SHARE:
         warnings.append(f"this client used {share:.0%} of a core: its own times are in doubt")

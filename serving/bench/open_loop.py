@@ -103,6 +103,8 @@ class OpenLoop:
     async def run(self) -> OpenRun:
         bodies, workload_hash = self._bodies(), self.workload.hash
         for index in range(self.warmup):
+            if self.stop.is_set():
+                break
             like = index % len(self.workload.requests)
             terms = Terms(tenant=self.workload.requests[like].tenant)
             await self.target.ask(-1 - index, self._warm_body(like, f"warm-up:{workload_hash}:{index}"), terms)

@@ -1,6 +1,7 @@
 """``headrace bench`` in an open loop against the real edge, by both doors; and ``headrace make-workload``."""
 
 import asyncio
+import io
 import json
 import signal
 from collections import Counter
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from headrace.serving.app.bench_keys import read_keys
-from headrace.serving.app.bench_open_report import open_result
+from headrace.serving.app.bench_open_report import open_result, print_open
 from headrace.serving.app.bench_plot import point_of, save_open_plot
 from headrace.serving.app.bench_run import stopping
 from headrace.serving.app.workload_command import make_workload
@@ -245,10 +246,11 @@ async def test_several_runs_have_new_prompts_and_a_spread(tmp_path: Path) -> Non
     assert spread["min"] <= spread["median"] <= spread["max"] and "over 2 runs" in done.stdout
 
 
-def test_a_picture_has_what_was_good_and_what_was_refused(tmp_path: Path) -> None:
+def test_tables_and_pictures_have_what_was_good_and_what_was_refused(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     objective = parse_objective("ttft=1s")
-    good = Outcome(index=0, planned_s=5.0, sent_s=5.0, first_s=5.1, ended_s=5.2, output_tokens=1)
+    server = {"preemptions": 2, "preempted_pages_swapped": 2, "preempted_ms": 30.0}
+    good = Outcome(index=0, planned_s=5.0, sent_s=5.0, first_s=5.1, ended_s=5.2, output_tokens=1, server=server)
     refused = Outcome(index=1, planned_s=6.0, sent_s=6.0, ended_s=6.1, error="queue_full", is_refused=True)
     cancelled = Outcome(index=2, planned_s=7.0, sent_s=7.0, ended_s=7.1, is_cancelled=True)
     run = OpenRun(outcomes=(good, refused, cancelled), start_s=5.0, seconds=2.1, cpu_s=0.1)
@@ -256,6 +258,10 @@ def test_a_picture_has_what_was_good_and_what_was_refused(tmp_path: Path) -> Non
     workload = WorkloadFile(requests=requests, duration_s=3)
     figures = [open_figures(run, workload, objective)]
     result = open_result("http://h", "native", "now", workload, "w.jsonl", None, objective, figures, [run])
+    with (console := Console(file=io.StringIO())).capture() as shown:
+        print_open(result, console)
+    assert "2 preemptions: 2 pages_swapped\n" in shown.get() and "1 of 1 planned cancels were sent" in shown.get()
+    assert "h (native), which has no contract" in shown.get()
     save_open_plot(result, objective, tmp_path / "out.svg")
     picture = (tmp_path / "out.svg").read_text()
     assert "<!-- first token (1) -->" in picture and "<!-- refused (1) -->" in picture
