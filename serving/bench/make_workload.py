@@ -63,7 +63,9 @@ def parse_lengths(text: str, option: str = "length") -> Lengths:
         most = int(found["most"] or round(16 * median))
         lengths = Lengths(low=1, high=most, median=median, sigma=sigma)
         if not 1 <= median <= most or sigma > 5:
-            raise ConfigError(f"{option} {text!r}: a lognormal length has a median of 1 to its most, and a sigma of 0 to 5")
+            raise ConfigError(
+                f"{option} {text!r}: a lognormal length has a median of 1 to its most, and a sigma of 0 to 5"
+            )
     if not 1 <= lengths.low <= lengths.high <= MAX_LENGTH:
         raise ConfigError(f"{option} {text!r}: a length is from 1 to {MAX_LENGTH:,}, the smaller number first")
     return lengths
