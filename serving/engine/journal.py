@@ -61,6 +61,27 @@ class Cancelled(Record, tag="cancel", frozen=True, kw_only=True):
     events: str = ""
 
 
+class Expired(Record, tag="expire", frozen=True, kw_only=True):
+    """Deadlines that had passed; calls that ended no request are left out."""
+
+    now_s: float
+    events: str
+
+
+class ForcedOut(Record, tag="preempt", frozen=True, kw_only=True):
+    """A request was preempted from outside the scheduler."""
+
+    now_s: float
+    request_id: RequestId
+    events: str = ""
+
+
+class PageCopied(Record, tag="page_copy", frozen=True, kw_only=True):
+    """The scheduler was told what a page takes to host memory and back."""
+
+    round_trip_s: float
+
+
 class Drained(Record, tag="drain", frozen=True, kw_only=True):
     now_s: float
 
@@ -151,7 +172,20 @@ class Torn(Record, tag="torn", frozen=True, kw_only=True):
     num_bytes: int
 
 
-AnyRecord = Header | Submitted | Cancelled | Drained | Planned | Applied | StepFailed | End | Torn
+AnyRecord = (
+    Header
+    | Submitted
+    | Cancelled
+    | Expired
+    | ForcedOut
+    | PageCopied
+    | Drained
+    | Planned
+    | Applied
+    | StepFailed
+    | End
+    | Torn
+)
 _LINE: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 
 

@@ -19,7 +19,10 @@ from headrace.serving.engine.journal import (
     Applied,
     Cancelled,
     Drained,
+    Expired,
+    ForcedOut,
     Header,
+    PageCopied,
     Planned,
     PlanOutline,
     StepFailed,
@@ -116,6 +119,24 @@ class JournaledScheduler(Scheduler):
         events = super().cancel(request_id, reason, now_s)
         self._records.write(Cancelled(now_s=now_s, request_id=request_id, reason=reason, events=name_events(events)))
         return events
+
+    def expire(self, now_s: float) -> list[Event]:
+        """See ``Scheduler``."""
+        events = super().expire(now_s)
+        if events:
+            self._records.write(Expired(now_s=now_s, events=name_events(events)))
+        return events
+
+    def preempt(self, request_id: RequestId, now_s: float) -> list[Event]:
+        """See ``Scheduler``."""
+        events = super().preempt(request_id, now_s)
+        self._records.write(ForcedOut(now_s=now_s, request_id=request_id, events=name_events(events)))
+        return events
+
+    def tell_page_copy(self, round_trip_s: float) -> None:
+        """See ``Scheduler``."""
+        super().tell_page_copy(round_trip_s)
+        self._records.write(PageCopied(round_trip_s=round_trip_s))
 
     def drain(self) -> None:
         """See ``Scheduler``."""

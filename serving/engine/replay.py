@@ -15,8 +15,11 @@ from headrace.serving.engine.journal import (
     Cancelled,
     Drained,
     End,
+    Expired,
+    ForcedOut,
     Header,
     JournalError,
+    PageCopied,
     Planned,
     PlanOutline,
     StepFailed,
@@ -125,6 +128,13 @@ class _Segment:
                 report.commands += 1
                 events = scheduler.cancel(record.request_id, record.reason, record.now_s)
                 _compare_events(f"the cancel of request {record.request_id}", record.events, events)
+            case Expired():
+                _compare_events("a deadline that passed", record.events, scheduler.expire(record.now_s))
+            case ForcedOut():
+                events = scheduler.preempt(record.request_id, record.now_s)
+                _compare_events(f"the preemption of request {record.request_id}", record.events, events)
+            case PageCopied():
+                scheduler.tell_page_copy(record.round_trip_s)
             case Drained():
                 report.commands += 1
                 scheduler.drain()
