@@ -49,7 +49,8 @@ from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.shared_prefixes import DeclaredPrefix, SharedPrefixes
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
 from headrace.serving.edge.tenants import Policies
-from headrace.serving.edge.tracing import TracedService, TraceHeaders, TraceSink
+from headrace.serving.edge.trace_context import TraceHeaders
+from headrace.serving.edge.tracing import TracedService, TraceSink
 from headrace.serving.engine.journal_file import open_journal
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
