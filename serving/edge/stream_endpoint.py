@@ -10,17 +10,13 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
-from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.guards import FORCE_CLOSE
-from headrace.serving.edge.job import Job
 from headrace.serving.edge.keys import Identity
 from headrace.serving.edge.messages import SUBPROTOCOL, CloseCode
 from headrace.serving.edge.metrics import Metrics
@@ -28,33 +24,14 @@ from headrace.serving.edge.security import identity_of, peer_of, refuse
 from headrace.serving.edge.session import Session, SessionConfig, SessionState, Start
 from headrace.serving.edge.socket_meter import SocketMeter
 from headrace.serving.edge.stream import ReplayBudget
+from headrace.serving.edge.stream_ports import KeyCheck, StreamService
+from headrace.serving.edge.terms import Terms
+from headrace.serving.edge.trace_context import set_caller
 
 MESSAGES_PER_TURN = 64
 """Messages of one socket handled before the others get their turn; receiving does not yield while some are queued."""
 
 _log = logging.getLogger("headrace.stream")
-
-
-class StreamService(Protocol):
-    """The part of the service that this door uses."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
-    @property
-    def max_context(self) -> int: ...
-    @property
-    def contract_hashes(self) -> tuple[str | None, str | None]: ...
-    def check_expected(self, expected: Sequence[str], param: str = "expect_contract") -> None: ...
-    async def start(
-        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", expected: Sequence[str] = ()
-    ) -> Job: ...
-
-
-class KeyCheck(Protocol):
-    """The part of the security layer that this door uses."""
-
-    def identify(self, key: str, peer: str) -> Identity | None: ...
-    def is_current(self, identity: Identity) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,16 +293,19 @@ class _Socket:
         start = self.session.receive_text(text)
         self._count_if_open()
         if start is not None:
-            task = asyncio.create_task(self._prepare(start))
+            terms = Terms(deadline_ms=start.deadline_ms, priority=start.priority, arrival_s=self._last_message_s)
+            task = asyncio.create_task(self._prepare(start, terms))
             start.stream.preparing(task.cancel)
             self._endpoint.keep(task)
 
-    async def _prepare(self, start: Start) -> None:
+    async def _prepare(self, start: Start, terms: Terms) -> None:
         """Prepare and submit a request; tokenizing and templates run off the loop, inside the service."""
         stream = start.stream
+        if start.traceparent is not None:
+            set_caller(start.traceparent)
         try:
             job = await self._endpoint.service.start(
-                start.endpoint, start.body, tenant=start.tenant, expected=start.expected
+                start.endpoint, start.body, tenant=start.tenant, terms=terms, expected=start.expected
             )
         except ApiError as error:
             stream.fail(error)

@@ -64,8 +64,8 @@ class StepLoop:
         self._busy_since_s = 0.0
         self._failures_in_row = 0
         self._has_failed = False
-        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 2)
         self._last_step_id = 0
+        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 2)
         self.blocked_seconds = 0.0
         self.device_seconds = 0.0
 
