@@ -1,10 +1,10 @@
 """Fairness in simulated time: a greedy tenant and a short request, shares by weight, the lowest class under load."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.cost_model import CostModel, ProgramCost, program_name
+from headrace.serving.core.fair_share import OUTPUT_TOKEN_PRICE, PROMPT_TOKEN_PRICE
 from headrace.serving.core.request import Priority, Request, RequestId, SamplingParams, StopRule
 from headrace.serving.core.simulated_draw import Draw
 from headrace.serving.core.simulated_service import OpenGate, ServiceOutcome, ServiceRequest, simulate_service
@@ -144,12 +144,12 @@ def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel) -> float:
             at_s = outcome.at_s + outcome.finished.timings.queue_ms / 1e3
             admitted_s[tenant] = max(admitted_s.get(tenant, 0.0), at_s)
     end_s = min(admitted_s.values())
-    work: Counter[str] = Counter()
+    work: dict[str, float] = dict.fromkeys(admitted_s, 0.0)
     for outcome in outcomes:
         times = [at for at in outcome.tokens_s if end_s / 8 <= at < end_s]
-        work[outcome.request.tenant] += len(times)
+        work[outcome.request.tenant] += OUTPUT_TOKEN_PRICE * len(times)
         if outcome.tokens_s and end_s / 8 <= outcome.tokens_s[0] < end_s:
-            work[outcome.request.tenant] += len(outcome.request.prompt_ids)
+            work[outcome.request.tenant] += PROMPT_TOKEN_PRICE * len(outcome.request.prompt_ids)
     total, total_weight = sum(work.values()), sum(weights)
     return max(abs(work[f"t{i}"] / total * total_weight / weight - 1) for i, weight in enumerate(weights))
 
