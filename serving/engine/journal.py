@@ -76,12 +76,6 @@ class ForcedOut(Record, tag="preempt", frozen=True, kw_only=True):
     events: str = ""
 
 
-class PageCopied(Record, tag="page_copy", frozen=True, kw_only=True):
-    """The scheduler was told what a page takes to host memory and back."""
-
-    round_trip_s: float
-
-
 class Drained(Record, tag="drain", frozen=True, kw_only=True):
     now_s: float
 
@@ -178,7 +172,6 @@ AnyRecord = (
     | Cancelled
     | Expired
     | ForcedOut
-    | PageCopied
     | Drained
     | Planned
     | Applied

@@ -22,7 +22,6 @@ from headrace.serving.engine.journal import (
     Expired,
     ForcedOut,
     Header,
-    PageCopied,
     Planned,
     PlanOutline,
     StepFailed,
@@ -132,11 +131,6 @@ class JournaledScheduler(Scheduler):
         events = super().preempt(request_id, now_s)
         self._records.write(ForcedOut(now_s=now_s, request_id=request_id, events=name_events(events)))
         return events
-
-    def tell_page_copy(self, round_trip_s: float) -> None:
-        """See ``Scheduler``."""
-        super().tell_page_copy(round_trip_s)
-        self._records.write(PageCopied(round_trip_s=round_trip_s))
 
     def drain(self) -> None:
         """See ``Scheduler``."""

@@ -19,7 +19,6 @@ from headrace.serving.engine.journal import (
     ForcedOut,
     Header,
     JournalError,
-    PageCopied,
     Planned,
     PlanOutline,
     StepFailed,
@@ -133,8 +132,6 @@ class _Segment:
             case ForcedOut():
                 events = scheduler.preempt(record.request_id, record.now_s)
                 _compare_events(f"the preemption of request {record.request_id}", record.events, events)
-            case PageCopied():
-                scheduler.tell_page_copy(record.round_trip_s)
             case Drained():
                 report.commands += 1
                 scheduler.drain()
