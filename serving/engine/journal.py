@@ -166,19 +166,7 @@ class Torn(Record, tag="torn", frozen=True, kw_only=True):
     num_bytes: int
 
 
-AnyRecord = (
-    Header
-    | Submitted
-    | Cancelled
-    | Expired
-    | ForcedOut
-    | Drained
-    | Planned
-    | Applied
-    | StepFailed
-    | End
-    | Torn
-)
+AnyRecord = Header | Submitted | Cancelled | Expired | ForcedOut | Drained | Planned | Applied | StepFailed | End | Torn
 _LINE: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 
 
