@@ -110,7 +110,7 @@ def replay(path: Path) -> dict[str, object]:
 
 
 def altered(path: Path, kind: str) -> Path:
-    """A copy with another first sampled token, or last prompt token of a request that ran, in a record of the middle."""
+    """A copy with another first sampled token, or last prompt token of a request that ran, from the middle."""
     lines = path.read_bytes().splitlines(keepends=True)
     ran = {
         request_id
