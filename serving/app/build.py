@@ -151,6 +151,11 @@ class BuiltEngine:
     stored_types: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def measured(self) -> SchedulerConfig:
+        """The scheduler's configuration with what warm-up measured."""
+        return replace(self.resolved.scheduler, swap_page_s=self.runner.swap_page_seconds or 0.0)
+
 
 def mesh_shape(options: EngineOptions) -> MeshShape:
     """Raises: ConfigError naming --mesh."""
