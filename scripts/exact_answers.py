@@ -76,7 +76,7 @@ async def ask(client: StreamClient, id: str, body: dict[str, Any]) -> Answer | N
     await history.ended.wait()
     if history.is_lost or history.terminals[0]["type"] == "error":
         code = "" if history.is_lost else history.terminals[0]["error"]["code"]
-        if code not in ("engine_failed", "engine_unavailable", "engine_dead", "not_ready"):
+        if code not in ("engine_lost", "not_ready"):
             raise AssertionError(f"{id}: {'lost' if history.is_lost else history.terminals[0]['error']}")
         return None
     return _answer(history)
