@@ -227,7 +227,7 @@ class Correction:
 
     UP = 0.05
     DOWN = 0.005
-    RANGE = (1.0, 8.0)
+    RANGE = (1.0, 4.0)
 
     def __init__(self) -> None:
         self.factor = 1.0

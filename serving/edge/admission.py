@@ -195,7 +195,9 @@ class AdmissionControl:
         self.budgets.leave_queue(choice.hold, now_s)
         self.backlog.started(choice.place)
         objective = self.config.first_token_ms
-        if objective is not None and choice.forecast_ms is not None and choice.forecast_ms > objective / 4:
+        if objective is None or choice.forecast_ms is None:
+            return
+        if choice.forecast_ms * self._correction.factor > objective / 4:
             self._correction.observe(choice.forecast_ms, (now_s - choice.accepted_s) * 1000)
 
     def on_end(self, generation: Generation, outcome: Done | Failure) -> None:
