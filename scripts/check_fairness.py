@@ -15,7 +15,6 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -34,14 +33,6 @@ HEAVY_WEIGHT = 3.0
 PER_SOCKET = 48
 """Of the 64 streams that a socket may have."""
 LIMIT_S = 120.0
-
-
-@dataclass
-class Counted:
-    """What one tenant was given. times: of each delta."""
-
-    tokens: int = 0
-    times: list[float] = field(default_factory=list)
 
 
 class Tenant:
@@ -107,6 +98,7 @@ class Flood:
         self._tenant, self._shape, self._envelope = tenant, (words, max_tokens), envelope
         self._number = number
         self.histories: list[History] = []
+        self.errors: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Flood":
@@ -118,20 +110,22 @@ class Flood:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._tenant.stop()
+        if self.errors:
+            raise RuntimeError(f"the flood was refused {len(self.errors)} times: {self.errors[0]}")
 
     async def _keep(self) -> None:
         while True:
             history = await self._tenant.ask(*self._shape, **self._envelope)
             self.histories.append(history)
             await self._tenant.wait(history)
+            if history.terminals and history.terminals[0]["type"] == "error":
+                self.errors.append(str(history.terminals[0]["error"]["message"]))
+                await asyncio.sleep(0.1)
 
-    def counted(self, start_s: float, end_s: float) -> Counted:
-        found = Counted()
-        for history in self.histories:
-            for at_s, frame in history.of_type("delta"):
-                if start_s <= at_s < end_s:
-                    found.tokens += int(frame["n"])
-        return found
+    def counted(self, start_s: float, end_s: float) -> int:
+        """Tokens that came in between."""
+        frames = (pair for history in self.histories for pair in history.of_type("delta"))
+        return sum(int(frame["n"]) for at_s, frame in frames if start_s <= at_s < end_s)
 
     def gaps_ms(self, start_s: float, end_s: float) -> list[float]:
         """Between deltas of one request."""
@@ -183,7 +177,7 @@ async def greedy_neighbour(bench: Bench) -> dict[str, object]:
     async with bench.tenant("small") as small, bench.tenant("greedy") as greedy:
         await small.first_token_ms(16, 4)
         solo = await probes(small)
-        async with Flood(greedy, 64 + args.max_streams, 100, args.long_tokens) as flood:
+        async with Flood(greedy, 64 + args.max_streams, 40, args.long_tokens) as flood:
             await bench.until(lambda waiting: waiting >= 64)
             start_s = time.monotonic()
             beside = await probes(small)
@@ -210,7 +204,7 @@ async def shares(bench: Bench) -> dict[str, object]:
                 bench.progress.update(bar, completed=passed_s)
                 await asyncio.sleep(0.25)
             end_s = time.monotonic()
-            tokens = {"light": one.counted(start_s, end_s).tokens, "heavy": other.counted(start_s, end_s).tokens}
+            tokens = {"light": one.counted(start_s, end_s), "heavy": other.counted(start_s, end_s)}
     wanted = HEAVY_WEIGHT / (1 + HEAVY_WEIGHT)
     share = tokens["heavy"] / max(1, sum(tokens.values()))
     return {
@@ -225,18 +219,21 @@ async def shares(bench: Bench) -> dict[str, object]:
 async def lowest_class(bench: Bench) -> dict[str, object]:
     args = bench.args
     bar = bench.progress.add_task("the lowest class under a flood of the highest", total=args.low_requests)
-    async with bench.tenant("greedy") as greedy, bench.tenant("greedy") as flooding:
-        async with Flood(flooding, 8 * args.max_streams, 16, 64, priority="high") as flood:
-            await bench.until(lambda waiting: waiting >= 2 * args.max_streams)
-            start_s = time.monotonic()
 
-            async def one() -> float:
-                took_ms = await greedy.first_token_ms(16, 8, priority="low")
-                bench.progress.advance(bar)
-                return took_ms
+    async def one(tenant: Tenant) -> float:
+        took_ms = await tenant.first_token_ms(16, 8, priority="low")
+        bench.progress.advance(bar)
+        return took_ms
 
-            took = await asyncio.gather(*(one() for _ in range(args.low_requests)))
-            tokens = flood.counted(start_s, time.monotonic()).tokens
+    async with (
+        bench.tenant("greedy") as greedy,
+        bench.tenant("greedy") as flooding,
+        Flood(flooding, 8 * args.max_streams, 16, 64, priority="high") as flood,
+    ):
+        await bench.until(lambda waiting: waiting >= 2 * args.max_streams)
+        start_s = time.monotonic()
+        took = await asyncio.gather(*(one(greedy) for _ in range(args.low_requests)))
+        tokens = flood.counted(start_s, time.monotonic())
     limit_ms = 2000 * args.aging_seconds + 1000 * args.aging_slack_seconds
     return {
         "low": spread(took),
@@ -280,7 +277,7 @@ def main() -> int:
         key_file.write_text("".join(digest_line(name, key) + "\n" for name, key in keys.items()))
         key_file.chmod(0o600)
         tenant_file.write_text(f"[tenants.heavy]\nweight = {json.dumps(HEAVY_WEIGHT)}\n")
-        options = ("--max-streams", str(args.max_streams), "--context", "1024")
+        options = ("--max-streams", str(args.max_streams), "--context", "2048")
         files = ("--api-keys", str(key_file), "--tenants", str(tenant_file))
         server = start_server(Path(folder) / "log", args.model, *options, *files)
         try:
