@@ -177,7 +177,7 @@ async def greedy_neighbour(bench: Bench) -> dict[str, object]:
     async with bench.tenant("small") as small, bench.tenant("greedy") as greedy:
         await small.first_token_ms(16, 4)
         solo = await probes(small)
-        async with Flood(greedy, 64 + args.max_streams, 40, args.long_tokens) as flood:
+        async with Flood(greedy, 64 + 4 * args.max_streams, 40, args.long_tokens) as flood:
             await bench.until(lambda waiting: waiting >= 64)
             start_s = time.monotonic()
             beside = await probes(small)
@@ -248,6 +248,7 @@ async def measure(bench: Bench) -> dict[str, dict[str, object]]:
     found = {}
     for name, part in (("greedy", greedy_neighbour), ("shares", shares), ("lowest_class", lowest_class)):
         found[name] = await part(bench)
+        bench.progress.console.print(f"{name}: {found[name]}", highlight=False)
         await bench.until(lambda waiting: waiting == 0)
     return found
 
