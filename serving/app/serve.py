@@ -155,6 +155,7 @@ async def _run(
             shared = await asyncio.to_thread(options.limits.encode_prefixes, files.prefixes, tools)
             service = _service(options, model, engine, tools, bulk, files.policies, shared, tracer)
             probe = readiness_probe(_probe_config(options, files.records), service, engine, model.vocab_size)
+            log.info("contract %s, numerics %s", *service.contract_hashes)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
@@ -273,8 +274,8 @@ def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -
 async def _announce(control: ServerControl, probe: ReadinessProbe, name: str, url: str) -> None:
     """The one line on standard output, when the server takes requests. It never comes after a probe that failed."""
     await control.listening.wait()
-    if (fault := await probe.wait_judged()) is not None:
-        log.error("listening at %s, and not ready: %s", url, fault)
+    if await probe.wait_judged() is not None:
+        log.error("listening at %s, where /readyz says what keeps the server from being ready", url)
         return
     click.echo(f"Headrace serves {name} at {url}")
 

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from headrace.serving.core.buckets import padded_tokens
-from headrace.serving.core.events import Finished, PreemptionAction
+from headrace.serving.core.events import Finished, PreemptionAction, PreemptionReason
 from headrace.serving.core.plan import SampledToken, SlotRef, StepPlan
-from headrace.serving.core.policy import MAX_OPTIMISTIC_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PAGE_PREEMPTIONS, MAX_YIELDS, YIELDS
 from headrace.serving.core.request import CancelReason, FinishReason, Rejection, RejectionReason, Request, RequestId
 from headrace.serving.core.scheduler import NON_FINITE, Scheduler
 from headrace.serving.core.simulated_edge import Client, need
@@ -122,6 +122,11 @@ def check_answer(
     is_late = rejection.reason == RejectionReason.SHUTTING_DOWN
     need(is_late == is_draining, "I4", f"{name} was refused by drain wrongly")
     need(is_late or (rejection.reason in SIZE_REASONS) != fits, "I4", f"{name} was refused wrongly: {rejection}")
+    need(
+        rejection.reason != RejectionReason.DEADLINE or request.deadline_ms is not None,
+        "I12",
+        f"{name} has no deadline and was refused for it",
+    )
     if rejection.reason == RejectionReason.QUEUE_FULL:
         full = waiting >= config.max_queued_requests or config.max_queued_prompt_tokens < 10_000
         need(full and rejection.retry_after_ms is not None, "I8", f"{name} was refused although there is room")
@@ -175,8 +180,9 @@ def _check_usage(world: World, client: Client, finished: Finished) -> None:
         "I11",
         f"{name} has wrong usage",
     )
-    forced = len(world.faults.forced)
-    need(times.preemptions <= MAX_OPTIMISTIC_PREEMPTIONS + forced, "I9", f"{name} was preempted too often")
+    for reasons, most in (((PreemptionReason.PAGES,), MAX_PAGE_PREEMPTIONS), (YIELDS, MAX_YIELDS)):
+        often = sum(c.count for c in times.preempted if c.reason in reasons)
+        need(often <= most, "I9", f"{name} was preempted too often")
     need(
         min(times.queue_ms, times.prefill_ms, times.decode_ms, times.preempted_ms) >= 0,
         "I4",

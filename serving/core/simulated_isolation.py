@@ -48,6 +48,7 @@ def isolation(seed: int, make_model: Callable[[SchedulerConfig], Model]) -> Isol
     page_size = draw.pick((1, 2, 4, 8))
     chunk_tokens = page_size * draw.pick((1, 2, 8))
     num_pages = 1 + -(-64 // page_size) * draw.pick((1, 2, 4))
+    deterministic = draw.chance(30)
     config = SchedulerConfig(
         num_slots=2,
         page_size=page_size,
@@ -55,11 +56,11 @@ def isolation(seed: int, make_model: Callable[[SchedulerConfig], Model]) -> Isol
         max_context=64,
         chunk_tokens=chunk_tokens,
         block_tokens=page_size,
-        decode_rows=(1, 2),
-        prefill_tokens=tuple(sorted({page_size, chunk_tokens})),
+        decode_rows=(2,) if deterministic else (1, 2),
+        prefill_tokens=(chunk_tokens,) if deterministic else tuple(sorted({page_size, chunk_tokens})),
         max_steps_in_flight=draw.pick((1, 2)),
         num_swap_pages=draw.pick((0, 8)),
-        deterministic=draw.chance(30),
+        deterministic=deterministic,
     )
     length = draw.between(page_size + 1, 40)
     prompt = tuple(draw.below(16) for _ in range(length))
@@ -81,7 +82,7 @@ def isolation(seed: int, make_model: Callable[[SchedulerConfig], Model]) -> Isol
         seed=seed,
         is_isolated=cold == after_others and not after_others.cached_tokens,
         hits=again.cached_tokens,
-        could_hit=(length - 1) // page_size * page_size >= max(page_size, chunk_tokens if config.deterministic else 0),
+        could_hit=(length - 1) // page_size * page_size >= max(page_size, chunk_tokens if deterministic else 0),
     )
 
 

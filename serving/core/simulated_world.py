@@ -178,7 +178,7 @@ def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
     num_pages = 1 + (MAX_OUTPUTS // page_size + draw.between(2, 5) if is_crowded else draw.pick((3, 6, 10, 16, 40)))
     num_swap_pages = draw.pick((0, 0, 3, 8, 40))
     deterministic = draw.chance(20)
-    policies = [PreemptionPolicy.AUTO, PreemptionPolicy.RECOMPUTE]
+    policies = [PreemptionPolicy.AUTO] if deterministic else [PreemptionPolicy.AUTO, PreemptionPolicy.RECOMPUTE]
     if num_swap_pages:
         policies += [PreemptionPolicy.SWAP, PreemptionPolicy.AUTO]
     return SchedulerConfig(
@@ -188,8 +188,8 @@ def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
         max_context=max(2, min(64, page_size * num_pages)),
         chunk_tokens=chunk_tokens,
         block_tokens=block_tokens,
-        decode_rows=tuple(sorted({1, num_slots})),
-        prefill_tokens=tuple(sorted({block_tokens, chunk_tokens})),
+        decode_rows=(num_slots,) if deterministic else tuple(sorted({1, num_slots})),
+        prefill_tokens=(chunk_tokens,) if deterministic else tuple(sorted({block_tokens, chunk_tokens})),
         max_segments=draw.between(1, 3),
         max_queued_requests=draw.pick((3, 100, 100)),
         max_queued_prompt_tokens=draw.pick((40, 10_000, 10_000)),

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from headrace.serving.core.events import Event, Finished, Preempted
 from headrace.serving.core.plan import SampledToken, StepPlan, StepResult
-from headrace.serving.core.policy import MAX_OPTIMISTIC_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PREEMPTIONS
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
 from headrace.serving.core.request import CancelReason, RejectionReason, Request, RequestId
 from headrace.serving.core.scheduler import Scheduler
@@ -45,6 +45,10 @@ class Model(Protocol):
 
     def poison(self, page: int) -> None:
         """The page is free now: a later read of what it holds is an error."""
+        ...
+
+    def poison_host(self, host_page: int) -> None:
+        """The same for a host page."""
         ...
 
 
@@ -176,6 +180,7 @@ class Simulation:
         need(self._tick - self._last_news <= MAX_SILENT_TICKS, "I9", "work exists, but gives no token and no end")
 
     def _plan(self) -> StepPlan | None:
+        self._take(self._scheduler.expire(self._now_s))
         planned_us = self._now_us
         plan = self._scheduler.plan_step(self._now_s)
         if plan is not None:
@@ -232,7 +237,11 @@ class Simulation:
         self._check_state()
 
     def _force(self, k: int) -> None:
-        """Not yet: the scheduler has no such command."""
+        """The k-th live request, counted around; the scheduler leaves one alone that waits."""
+        ids = [client.request.request_id for client in self._edge.live]
+        if ids:
+            self._take(self._scheduler.preempt(ids[k % len(ids)], self._now_s))
+            self._check_state()
 
     def _submit(self, arrival: Arrival) -> None:
         request = arrival.request
@@ -272,7 +281,8 @@ class Simulation:
         client = self._edge.clients.get(request_id)
         is_live = client is not None and client.is_live
         events = self._scheduler.cancel(request_id, reason, self._now_s)
-        need(len(events) == is_live, "I4", "a cancel must end a live request, and do nothing else")
+        ended = [event.request_id for event in events if isinstance(event, Finished)]
+        need(ended == [request_id] * is_live, "I4", "a cancel must end a live request, and no other")
         self._covered[f"cancelled: {reason.value}"] += is_live
         self._take(events)
         self._check_state()
@@ -308,6 +318,8 @@ class Simulation:
         for lane in self._scheduler.lanes:
             for page in lane.memory.pool.free_pages:
                 self._model.poison(page)
+            for page in lane.host.free_pages:
+                self._model.poison_host(page)
 
     # Bookkeeping
 
@@ -338,7 +350,7 @@ class Simulation:
     def _last_tick(self) -> int:
         """By then all must have ended: all requests one after the other, each started over as often as may be."""
         world = self._world
-        tries = (MAX_OPTIMISTIC_PREEMPTIONS + 1 + len(world.faults.forced)) * (1 + len(world.faults.restarts))
+        tries = (MAX_PREEMPTIONS + 1 + len(world.faults.forced)) * (1 + len(world.faults.restarts))
         steps = sum(
             tries * (-(-(len(r.prompt_ids) + r.stop.max_tokens) // world.config.page_size) + r.stop.max_tokens + 4)
             for r in (arrival.request for arrival in world.arrivals)

@@ -188,6 +188,7 @@ class Service:
             self.admission.refusals[error.code] += 1
             self._log.refused(error, tenant, self._clock())
             raise
+        self.metrics.started(job)
         self._log.accepted(job, tenant, self._clock())
         return job
 
@@ -274,7 +275,7 @@ class Service:
                 StopMatcher(parsed.stop, parsed.include_stop, min_tokens=parsed.min_tokens),
             ),
             token_bytes=tokenizer.token_bytes,
-            cancel_engine=self.engine.cancel,
+            cancel_engine=self._cancel,
             watcher=self,
             keep_token_ids=parsed.options.return_token_ids,
             include_stop=parsed.include_stop,
@@ -283,6 +284,10 @@ class Service:
             pacing=parsed.options.pacing,
             clock=self._clock,
         )
+
+    def _cancel(self, request_id: RequestId, reason: CancelReason) -> None:
+        self.metrics.cancelled(reason)
+        self.engine.cancel(request_id, reason)
 
     def _submit(self, generations: tuple[Generation, ...]) -> None:
         try:

@@ -22,15 +22,13 @@ from headrace.serving.edge.messages import SUBPROTOCOL, CloseCode
 from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.security import identity_of, peer_of, refuse
 from headrace.serving.edge.session import Session, SessionConfig, SessionState, Start
+from headrace.serving.edge.socket_meter import SocketMeter
 from headrace.serving.edge.stream import ReplayBudget
 from headrace.serving.edge.stream_ports import KeyCheck, StreamService
 from headrace.serving.edge.terms import Terms
 
 MESSAGES_PER_TURN = 64
 """Messages of one socket handled before the others get their turn; receiving does not yield while some are queued."""
-
-_COUNTED_CODES = frozenset({*CloseCode, 1005, 1006})
-"""Clients may send thousands of codes of their own; they share one label."""
 
 _log = logging.getLogger("headrace.stream")
 
@@ -68,10 +66,7 @@ class StreamEndpoint:
         self.keys = keys
         self.config = config
         self.budget = ReplayBudget(config.replay_total_bytes)
-        self._closes = metrics.ws_closes if metrics is not None else None
-        if metrics is not None:
-            metrics.ws_connections.set_function(lambda: self.num_sockets)
-            metrics.ws_streams.set_function(lambda: self.num_streams)
+        self._meter = SocketMeter(metrics, sockets=lambda: self.num_sockets, streams=lambda: self.num_streams)
         self._sockets: set[_Socket] = set()
         self._by_tenant: Counter[str] = Counter()
         self._sessions: dict[bytes, Session] = {}  # by digest of the secret: open ones and parked ones
@@ -102,7 +97,7 @@ class StreamEndpoint:
         if error_or_none is not None:
             await refuse(scope, send, error_or_none)
             return
-        socket = _Socket(self, scope, receive, send)
+        socket = _Socket(self, scope, receive, self._meter.around(send))
         self._sockets.add(socket)
         self._all_closed.clear()
         try:
@@ -141,8 +136,7 @@ class StreamEndpoint:
 
     def closed(self, session: Session, code: int) -> None:
         """The socket is gone; a session with detached streams is kept for resume_s."""
-        if self._closes is not None:
-            self._closes.labels(str(code) if code in _COUNTED_CODES else "other").inc()
+        self._meter.closed(code)
         if session.identity is None:
             return
         self._by_tenant[session.identity.tenant] -= 1

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 
-from headrace.serving.core import draft, page_memory, scheduler
+from headrace.serving.core import page_memory, planner, tenancy
 from headrace.serving.core.draft import Draft
 from headrace.serving.core.page_memory import PageMemory
+from headrace.serving.core.planner import Planner
 from headrace.serving.core.prefix_cache import Entry, PrefixCache
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.core.sequence import Sequence
+from headrace.serving.core.tenancy import Tenancies
 from headrace.serving.core.waiting_queue import WaitingQueue
 
 Owner = type | ModuleType
@@ -30,9 +32,9 @@ PLANTED: dict[str, tuple[Owner, str, str, str]] = {
     "hit is not retained": (PageMemory, "admit", "self.pool.retain(entry.page)", "pass"),
     "revived pages are counted as available": (PageMemory, "admit", " - num_revived", ""),
     "page missing at a page edge": (PageMemory, "grow", "sequence.num_computed <", "sequence.num_computed <="),
-    "publish before the last KV is there": (PageMemory, "publish", "(sequence.num_tokens - 1)", "sequence.num_tokens"),
+    "publish before the last KV is there": (PageMemory, "publish", "sequence.num_tokens - 1", "sequence.num_tokens"),
     "digest taken for identity": (Entry, "holds", "self.key.token_ids == key.token_ids", "True"),
-    "namespace not compared": (Entry, "holds", "self.namespace == namespace", "True"),
+    "namespace not compared": (Entry, "holds", "self.key.namespace == key.namespace", "True"),
     "parent not compared": (Entry, "holds", "self.parent is parent", "True"),
     "entry outlives its page": (PrefixCache, "_forget", "del self._by_digest[entry.key.digest]", "pass"),
     "children outlive their parent": (PrefixCache, "_forget", "stack.extend(entry.children.values())", "pass"),
@@ -43,19 +45,20 @@ PLANTED: dict[str, tuple[Owner, str, str, str]] = {
     "sample before the last chunk": (Draft, "add_prefill", "end == sequence.num_to_prefill", "True"),
     "chunk skips a token": (Draft, "add_prefill", "start = sequence.num_computed",
                             "start = sequence.num_computed + (sequence.num_computed > 0)"),
-    "chunk ends off the page grid": (draft, "chunk_tokens", "budget_tokens // page_size * page_size",
-                                     "max(1, budget_tokens - 1)"),
+    "chunk ends off the page grid": (planner, "share_chunks", "min(need, n * block_tokens)",
+                                     "min(need, max(1, n * block_tokens - 1))"),
     "random counter reset by preemption": (Draft, "add_prefill", "output_index=len(sequence.outputs)",
                                            "output_index=0"),
     "outputs lost by preemption": (Draft, "add_load", "tuple(sequence.outputs)", "()"),
     "budget without padding": (Draft, "add_prefill", "padded_tokens(length, self._config.block_tokens)", "length"),
-    "tokens sent again after preemption": (Scheduler, "_preempt", "sequence.preemptions += 1",
-                                           "sequence.preemptions += 1; sequence.outputs.clear()"),
-    "preempted and forgotten": (Scheduler, "_preempt", "self._waiting.add(sequence)", "pass"),
-    "double free by preemption": (Scheduler, "_preempt", "self._release(sequence)",
-                                  "self._lane_of(sequence).memory.release(sequence, False); self._release(sequence)"),
-    "the oldest is the victim": (scheduler, "pick_victim", "running[-1]", "running[0]"),
-    "preempted without end": (scheduler, "pages_to_keep_free", "return own + ", "return 0 * "),
+    "tokens sent again after preemption": (Tenancies, "preempt", "sequence.preempted_at_s = now_s",
+                                           "sequence.outputs.clear()"),
+    "preempted and forgotten": (Tenancies, "preempt", "self.waiting.add(sequence)", "pass"),
+    "double free by preemption": (Tenancies, "preempt", "self.release(sequence, keeps=swapped)",
+                                  "lane.memory.release(sequence, False); self.release(sequence, keeps=swapped)"),
+    "the oldest is the victim": (planner, "pick_page_victim", "max(running", "min(running"),
+    "preempted without end": (planner, "must_guard", "return True", "return False"),
+    "guarded beyond the pool": (planner, "guard_fits", "<= num_usable", "<= 2 * num_usable"),
     "late result is applied": (Scheduler, "apply_result", " and sequence.slot == slot", ""),
     "two rows swapped": (Scheduler, "apply_result", "result.decode + result.prefill",
                          "result.decode[::-1] + result.prefill"),
@@ -65,18 +68,19 @@ PLANTED: dict[str, tuple[Owner, str, str, str]] = {
     "stop id missed": (Scheduler, "_accept", "token_id in request.stop.stop_token_ids", "False"),
     "token from logits that are not finite": (Scheduler, "_accept", "not sampled.is_finite", "False"),
     "finished, but still live": (Scheduler, "_finish", "del self._live[sequence.request.request_id]", "pass"),
-    "slot not given back": (Scheduler, "_release", "lane.slots.release(sequence.slot)", "pass"),
-    "tenancy cleared in part": (Scheduler, "_release", "sequence.clear_tenancy()", "sequence.slot = None"),
+    "slot not given back": (Tenancies, "release", "lane.slots.release(sequence.slot)", "pass"),
+    "tenancy cleared in part": (Tenancies, "release", "sequence.clear_tenancy()", "sequence.slot = None"),
     "a failed step ends too much": (Scheduler, "fail_plan", "if sequence.slot == slot:", "if True:"),
-    "budget of another lane": (Draft, "add_prefill", "self._budgets[lane] -=", "self._budgets[0] -="),
+    "budget of another lane": (Draft, "add_prefill", "self._num_prefill_tokens[lane] +=",
+                               "self._num_prefill_tokens[0] +="),
     "program of all lanes together": (Draft, "seal", "max(self._num_rows)", "sum(self._num_rows)"),
-    "page of another lane": (scheduler, "make_lanes", "PageMemory(config, hash_page, index)",
+    "page of another lane": (tenancy, "make_lanes", "PageMemory(config, hash_page, index)",
                              "PageMemory(config, hash_page)"),
-    "slot of another lane": (scheduler, "make_lanes", "first=index * config.num_slots", "first=0"),
+    "slot of another lane": (tenancy, "make_lanes", "first=index * config.num_slots", "first=0"),
     "queue limit off by one": (WaitingQueue, "refuse", "len(self) >= self", "len(self) > self"),
     "drain takes new work": (Scheduler, "_refuse", "if self._is_draining:", "if False:"),
-    "no admission while anything runs": (Scheduler, "_admit", "while self._waiting", "while not self._running and "
-                                         "self._counters.steps < 9 and self._waiting"),
+    "no admission while anything runs": (Planner, "_admit", "while tenancies.waiting", "while not tenancies.running "
+                                         "and tenancies.next_step < 9 and tenancies.waiting"),
     "hit at the wrong count": (page_memory, "num_pages_for", "-(-num_tokens // page_size)",
                                "num_tokens // page_size"),
 }  # fmt: skip
