@@ -41,6 +41,14 @@ class AdmissionConfig:
     chunk_tokens: int = 256
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What a request found when it came. is_urgent: others make way for it."""
+
+    work: Work = NO_WORK
+    is_urgent: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class _Choice:
     """One choice from acceptance to its end. charged_tokens: taken from the bucket of tokens, None without one.
@@ -48,7 +56,7 @@ class _Choice:
 
     hold: Hold
     place: Place
-    ahead: Work
+    ahead: _Ahead
     forecast_ms: float | None
     accepted_s: float
     charged_tokens: int | None
@@ -241,16 +249,18 @@ class AdmissionControl:
         return None if seen is None else seen.first_token_ms
 
     def _require_in_time(
-        self, place: Place, own: int, ahead: Work | None, deadline_s: float | None, now_s: float
-    ) -> tuple[Work, Forecast | None]:
+        self, place: Place, own: int, ahead: _Ahead | None, deadline_s: float | None, now_s: float
+    ) -> tuple[_Ahead, Forecast | None]:
         """The work ahead and the forecast; raises ApiError where it would be too late. own: output tokens of this
         request. ahead: None = as of now."""
         objective, speed = self.config.first_token_ms, self.speed
         if (objective is None and deadline_s is None) or speed is None or not speed.is_known:
-            return NO_WORK, None
+            return _Ahead(), None
         if ahead is None:
-            ahead = self.backlog.ahead_of(place)
-        seen = forecast(speed, place.prompt_tokens, own, ahead, self.backlog.remaining())
+            is_urgent = self.backlog.yields_to(place)
+            ahead = _Ahead(NO_WORK if is_urgent else self.backlog.ahead_of(place), is_urgent)
+        remaining = [] if ahead.is_urgent else self.backlog.remaining()
+        seen = forecast(speed, place.prompt_tokens, own, ahead.work, remaining)
         alone = forecast(speed, place.prompt_tokens, own)
         assert seen is not None and alone is not None
         if deadline_s is not None:

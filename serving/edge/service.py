@@ -14,7 +14,7 @@ from headrace.model.chat_template import ChatTemplate
 from headrace.model.tokenizer import Tokenizer
 from headrace.serving.core.admission import Limits
 from headrace.serving.core.contract import Contract
-from headrace.serving.core.request import CancelReason, Request
+from headrace.serving.core.request import CancelReason, Request, RequestId
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
 from headrace.serving.edge.admission import AdmissionControl, Admitted
 from headrace.serving.edge.bodies import JobOptions, ParsedBody, parse_body

@@ -85,6 +85,34 @@ def test_better_classes_are_ahead_and_worse_ones_are_not() -> None:
     assert backlog.ahead_of(place("a", rank=2, prompt=1000)).requests == 2
 
 
+def test_who_is_made_way_for() -> None:
+    backlog = Backlog()
+    for _ in range(3):
+        running = place("greedy")
+        backlog.add(running)
+        backlog.started(running)
+    waiting = place("greedy")
+    backlog.add(waiting)
+    assert backlog.yields_to(place("small"))
+    assert not backlog.yields_to(place("small", rank=2))
+    assert not backlog.yields_to(place("greedy"))
+    assert backlog.yields_to(place("greedy", rank=0))
+    first = place("small")
+    backlog.add(first)
+    assert not backlog.yields_to(place("small"))
+    backlog.ended(first)
+    backlog.ended(running)
+    backlog.ended(running)
+    assert backlog.yields_to(place("small"))
+    alone = Backlog()
+    one = place("other")
+    alone.add(one)
+    alone.started(one)
+    assert not alone.yields_to(place("small"))
+    alone.ended(one)
+    assert alone._running_by == {}
+
+
 def test_the_backlog_follows_each_request_to_its_end() -> None:
     backlog = Backlog()
     one, two = place(prompt=10, output=8), place(prompt=20, output=8)
