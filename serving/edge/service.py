@@ -150,6 +150,14 @@ class Service:
             for text in expected:
                 check_expectation(text, served, param)
 
+    def refuse_unexpected(self, expected: Sequence[str], param: str) -> None:
+        """``check_expected`` ahead of everything else, its refusal counted as one of a request."""
+        try:
+            self.check_expected(expected, param)
+        except ApiError as error:
+            self.metrics.refused(error.code)
+            raise
+
     def contract_document(self) -> JsonObject:
         """Raises: ApiError while no engine is ready, since the engine alone knows most of it."""
         ready, served = self.engine.ready_info, self.served
