@@ -277,14 +277,21 @@ class AdmissionControl:
 
     def _likely_output(self, body: ParsedBody, tenant: str, most: int) -> int:
         """What others who wait behind the request must reckon with. most: max_tokens, or what the context leaves."""
-        known = self._history.known_tokens(tenant, most)
         unknown = 1 if body.max_tokens is None else most
-        return 1 if not body.generate else known or unknown
+        return self._known_output(body, tenant, most) or unknown
 
     def _sure_output(self, body: ParsedBody, tenant: str, most: int) -> int:
         """What its own deadline is held against: while nothing is known, only what the request itself insists on."""
+        return self._known_output(body, tenant, most) or max(1, min(body.min_tokens, most))
+
+    def _known_output(self, body: ParsedBody, tenant: str, most: int) -> int | None:
+        """All of it where nothing else ends the request; else as it was before."""
+        if not body.generate:
+            return 1
+        if body.ignore_eos and not body.stop and not body.stop_token_ids:
+            return most
         known = self._history.known_tokens(tenant, most)
-        return 1 if not body.generate else known or max(1, min(body.min_tokens, most))
+        return None if known is None else max(known, min(body.min_tokens, most))
 
     def _likely_tokens(self, bound: int) -> int:
         return ceil(bound * self._tokens_per_byte)

@@ -60,6 +60,15 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_rendering() -> No
     assert bench.is_clean() is False
 
 
+async def test_what_nothing_else_ends_takes_all_of_its_tokens() -> None:
+    bench = Bench(MeasuredEngine(auto=False))
+    await bench.start([[1] * 2], deadline_ms=81)
+    assert (await bench.refused([[1] * 2], ignore_eos=True, deadline_ms=81)).code == "deadline_unmeetable"
+    await bench.start([[1] * 2], ignore_eos=True, stop=["x"], deadline_ms=81)
+    await bench.start([[1] * 2], ignore_eos=True, stop_token_ids=[5], deadline_ms=81)
+    await bench.start([[1] * 2], ignore_eos=True, deadline_ms=90)
+
+
 async def test_work_ahead_counts_and_leaves_a_hint() -> None:
     bench = Bench(MeasuredEngine(auto=False))
     for _ in range(4):
