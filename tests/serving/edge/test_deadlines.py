@@ -131,7 +131,10 @@ async def test_output_in_the_making_is_stopped_at_the_deadline_when_it_is_asked_
     job = await bench.start(deadline_ms=1000)
     bench.engine.step()
     bench.clock.now_s += 1.5
+    woken: list[bool] = []
+    job.generations[0].set_listener(lambda: woken.append(True))
     assert isinstance(job.generations[0].take(), Failure)
+    assert woken == [True]  # by the token, not again by what was just taken
     assert bench.engine.cancels == [(job.generations[0].request.request_id, CancelReason.DEADLINE)]
     bench.engine.step()
     assert job.generations[0].take() is None
