@@ -30,8 +30,8 @@ class Preemption(msgspec.Struct, kw_only=True, frozen=True):
     reason: Annotated[
         str,
         Meta(
-            description='`"pages"`: others needed its memory; `"priority"`: a better class came; `"fairness"`: a tenant '
-            'came that had nothing running; `"forced"`: for a test.'
+            description='`"pages"`: others needed its memory; `"priority"`: a better class came; `"fairness"`: a '
+            'tenant came that had nothing running; `"forced"`: for a test.'
         ),
     ]
     action: Annotated[str, Meta(description='`"swapped"`: kept in host memory; `"recomputed"`: computed again later.')]
