@@ -211,8 +211,11 @@ async def measure(bench: Bench) -> dict[str, object]:
     args, case, objective = bench.args, bench.case, bench.objective
     rate = args.capacity_per_s or await bench.capacity_per_s()
     base_s = max(args.seconds, case.requests / rate)
+    say = bench.progress.console.print
+    say(f"{case.model}: capacity {rate:.2f} requests/s; {base_s:.0f} s at it, then {args.seconds:.0f} s at a multiple")
     base_plan = bench.plan((rate, base_s), seed=args.seed)
     base_run, _ = await bench.run("at capacity", base_plan)
+    say(f"{case.model}: at capacity {part(base_run.outcomes, objective)}", highlight=False)
     over_s, after_s = args.seconds, args.after_seconds
     over_plan = bench.plan((args.factor * rate, over_s), (rate, after_s), seed=args.seed + 1)
     over_run, memory = await bench.run(f"at {args.factor:g} times capacity, and after", over_plan)
