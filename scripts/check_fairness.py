@@ -33,6 +33,8 @@ HEAVY_WEIGHT = 3.0
 SOCKETS = 8
 """Of each tenant; requests take turns on them."""
 LIMIT_S = 120.0
+READY_S = 900.0
+"""A cold compile."""
 
 
 class Tenant:
@@ -274,7 +276,7 @@ def main() -> int:
         tenant_file.write_text(f"[tenants.heavy]\nweight = {json.dumps(HEAVY_WEIGHT)}\n")
         options = ("--max-streams", str(args.max_streams), "--context", "2048")
         files = ("--api-keys", str(key_file), "--tenants", str(tenant_file))
-        server = start_server(Path(folder) / "log", args.model, *options, *files)
+        server = start_server(Path(folder) / "log", args.model, *options, *files, ready_timeout_s=READY_S)
         try:
             found = asyncio.run(measure(Bench(server, keys, args, progress)))
         finally:

@@ -37,6 +37,8 @@ RESAMPLES = 2000
 BLOCK_S = 5
 """Neighbouring seconds have a queue in common; five of them are drawn together."""
 MEMORY_EVERY_S = 0.5
+READY_S = 900.0
+"""A cold compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +268,7 @@ def check(case: Case, args: Namespace, progress: Progress) -> dict[str, object]:
         "--first-token-ms", str(round(case.ttft_ms * case.server_share)),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        server = start_server(Path(folder) / "log", *options)
+        server = start_server(Path(folder) / "log", *options, ready_timeout_s=READY_S)
         try:
             found = asyncio.run(measure(Bench(case, server, args, progress)))
         finally:
