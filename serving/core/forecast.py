@@ -238,20 +238,20 @@ def _steps_until_free(num_to_end: int, remaining: Sequence[int], ahead: Work, nu
 
 
 class Correction:
-    """How much later than forecast first tokens come, at the share of requests that an objective is about.
+    """A factor on forecasts of first tokens, by how the objective for them was kept.
 
-    The running quantile of measured over forecast time moves up by UP for each request above it and down by DOWN for
-    each below, so it rests where DOWN / (UP + DOWN) of them are above. Only requests that really waited count: of an
-    idle server's first tokens the forecast is wrong by a constant, not by a factor.
+    It moves up by UP for each accepted request that missed the objective and down by DOWN for each that kept it, so it
+    rests where about DOWN / (UP + DOWN) = 5% of them miss it. Only requests that were forecast to wait for a good part
+    of it count: those of an idle server say nothing about the border.
     """
 
-    UP = 0.05
+    UP = 0.1
     DOWN = 0.005
-    RANGE = (1.0, 4.0)
+    RANGE = (1.0, 3.0)
 
     def __init__(self) -> None:
         self.factor = 1.0
 
-    def observe(self, forecast_ms: float, measured_ms: float) -> None:
-        step = 1 + self.UP if measured_ms > forecast_ms * self.factor else 1 - self.DOWN
+    def observe(self, *, is_late: bool) -> None:
+        step = 1 + self.UP if is_late else 1 - self.DOWN
         self.factor = min(max(self.factor * step, self.RANGE[0]), self.RANGE[1])

@@ -206,7 +206,7 @@ class AdmissionControl:
         if objective is None or choice.forecast_ms is None:
             return
         if choice.forecast_ms * self._correction.factor > objective / 4:
-            self._correction.observe(choice.forecast_ms, (now_s - choice.accepted_s) * 1000)
+            self._correction.observe(is_late=(now_s - choice.accepted_s) * 1000 > objective)
 
     def on_end(self, generation: Generation, outcome: Done | Failure) -> None:
         request = generation.request

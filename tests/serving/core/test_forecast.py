@@ -134,15 +134,22 @@ def test_the_backlog_follows_each_request_to_its_end() -> None:
     assert backlog.waiting_by_tenant() == {}
 
 
-def test_the_correction_comes_to_rest_where_one_in_eleven_is_later() -> None:
-    rng, correction = random.Random(3), Correction()
-    ratios = [rng.lognormvariate(0.3, 0.3) for _ in range(4000)]
-    for ratio in ratios:
-        correction.observe(100, 100 * ratio)
-    assert correction.factor == pytest.approx(sorted(ratios)[int(len(ratios) * 10 / 11)], rel=0.15)
-    for _ in range(5000):
-        correction.observe(100, 1)
+def test_the_correction_comes_to_rest_where_one_in_twenty_is_late() -> None:
+    """Whoever is forecast within the objective is taken, and really waits for a random multiple of the forecast."""
+    rng, correction, late = random.Random(3), Correction(), []
+    for _ in range(6000):
+        forecast_ms = rng.uniform(300, 1000)
+        if forecast_ms * correction.factor <= 1000:
+            late.append(forecast_ms * rng.lognormvariate(0.2, 0.3) > 1000)
+            correction.observe(is_late=late[-1])
+    assert sum(late[1000:]) / len(late[1000:]) == pytest.approx(0.05, abs=0.015)
+    assert 1.1 < correction.factor < 2
+    for _ in range(300):
+        correction.observe(is_late=False)
     assert correction.factor == 1.0
+    for _ in range(300):
+        correction.observe(is_late=True)
+    assert correction.factor == Correction.RANGE[1]
 
 
 def test_output_is_learned_by_tenant_and_size_and_else_from_everybody() -> None:
