@@ -119,7 +119,7 @@ def draw_world(seed: int) -> World:
 
 def _arrival_ticks(draw: Draw, num_requests: int, is_crowded: bool) -> list[int]:
     """All at once, in bursts, or over some time; ascending, as ids are."""
-    kind = "once" if is_crowded else draw.pick(("once", "bursts", "steady", "steady"))
+    kind = draw.pick(("once", "once", "bursts") if is_crowded else ("once", "bursts", "steady", "steady"))
     if kind == "once":
         return [0] * num_requests
     if kind == "bursts":

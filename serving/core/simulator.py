@@ -47,6 +47,10 @@ class Model(Protocol):
         """The page is free now: a later read of what it holds is an error."""
         ...
 
+    def poison_host(self, host_page: int) -> None:
+        """The same for a host page."""
+        ...
+
 
 class SimulationFailure(AssertionError):
     """A broken promise; the text holds seed, tick, the world, the last events and the trace hash."""
@@ -314,6 +318,8 @@ class Simulation:
         for lane in self._scheduler.lanes:
             for page in lane.memory.pool.free_pages:
                 self._model.poison(page)
+            for page in lane.host.free_pages:
+                self._model.poison_host(page)
 
     # Bookkeeping
 
