@@ -137,7 +137,7 @@ def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel, step_s: f
     sizes = [(draw.between(8, 48), draw.between(8, 48)) for _ in weights]
     stagger = draw.pick((0, 50, 200))
     stagger_s = step_s * stagger
-    requests = []
+    requests: list[ServiceRequest] = []
     for k, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         num_more = stagger * (len(weights) - 1 - k) * config.num_slots // size[1]
         for _ in range(num_more + round(BACKLOG_TOKENS * weight / sum(size))):
