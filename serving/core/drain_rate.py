@@ -27,6 +27,11 @@ class DrainRate:
         """Time until num_excess requests have left; a stall since the last one counts as a gap."""
         if self._mean_gap_s is None:
             return DEFAULT_RETRY_MS
+        return int(min(max(self.wait_s(num_excess, now_s) * 1_000, MIN_RETRY_MS), MAX_RETRY_MS))
+
+    def wait_s(self, num_ahead: int, now_s: float) -> float:
+        """Time until num_ahead requests have left, a stall included; 0 while nothing was measured."""
+        if self._mean_gap_s is None:
+            return 0.0
         stall_s = 0.0 if self._since_s is None else now_s - self._since_s
-        wait_ms = max(self._mean_gap_s * num_excess, stall_s) * 1_000
-        return int(min(max(wait_ms, MIN_RETRY_MS), MAX_RETRY_MS))
+        return max(self._mean_gap_s * num_ahead, stall_s)

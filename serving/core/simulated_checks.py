@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from headrace.serving.core.buckets import padded_tokens
-from headrace.serving.core.events import Finished, PreemptionAction
+from headrace.serving.core.events import Finished, PreemptionAction, PreemptionReason
 from headrace.serving.core.plan import SampledToken, SlotRef, StepPlan
-from headrace.serving.core.policy import MAX_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PAGE_PREEMPTIONS, MAX_YIELDS, YIELDS
 from headrace.serving.core.request import CancelReason, FinishReason, Rejection, RejectionReason, Request, RequestId
 from headrace.serving.core.scheduler import NON_FINITE, Scheduler
 from headrace.serving.core.simulated_edge import Client, need
@@ -190,8 +190,9 @@ def _check_usage(world: World, client: Client, finished: Finished) -> None:
         "I11",
         f"{name} has wrong usage",
     )
-    forced = len(world.faults.forced)
-    need(times.preemptions <= MAX_PREEMPTIONS + forced, "I9", f"{name} was preempted too often")
+    for reasons, most in (((PreemptionReason.PAGES,), MAX_PAGE_PREEMPTIONS), (YIELDS, MAX_YIELDS)):
+        often = sum(c.count for c in times.preempted if c.reason in reasons)
+        need(often <= most, "I9", f"{name} was preempted too often")
     need(
         min(times.queue_ms, times.prefill_ms, times.decode_ms, times.preempted_ms) >= 0,
         "I4",

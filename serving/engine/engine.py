@@ -63,6 +63,7 @@ class StepLoop:
         self._busy_since_s = 0.0
         self._failures_in_row = 0
         self._has_failed = False
+        self._last_step_id = 0
         self.blocked_seconds = 0.0
         self.device_seconds = 0.0
 
@@ -82,25 +83,29 @@ class StepLoop:
 
         Raises EngineFailure or InvariantError when it cannot go on: every request is lost then.
         """
-        self._dispatch()
+        expired = self._dispatch()
         if self._in_flight:
-            return self._collect()
+            output = self._collect()
+            return StepOutput(step_id=output.step_id, events=expired + output.events)
         if not self._scheduler.is_idle:
             raise InvariantError("requests wait, nothing is in flight, and the scheduler plans no step")
-        return None
+        return StepOutput(step_id=self._last_step_id, events=expired) if expired else None
 
-    def _dispatch(self) -> None:
+    def _dispatch(self) -> list[Event]:
+        """Events of requests whose deadline had passed before a step was planned."""
         # After a failed dispatch nothing is planned until the failure had its turn: the rows of the next plan would
         # build on it. After a failed step nothing is planned until the step that overlapped it is collected: that
         # one may fail for the same reason, and would pass it on to the rows of every next plan.
         if self._has_failed and self._in_flight:
-            return
+            return []
         self._has_failed = False
+        events: list[Event] = []
         while len(self._in_flight) < self._max_steps_in_flight and not self._has_failed_dispatch():
             now_s = self._clock.now_s()
+            events += self._scheduler.expire(now_s)
             plan = self._scheduler.plan_step(now_s)
             if plan is None:
-                return
+                break
             if not self._in_flight:
                 self._busy_since_s = now_s
             ticket: Ticket | Exception
@@ -111,12 +116,14 @@ class StepLoop:
             except Exception as error:
                 ticket = error
             self._in_flight.append(_InFlight(plan, ticket, now_s))
+        return events
 
     def _has_failed_dispatch(self) -> bool:
         return bool(self._in_flight) and isinstance(self._in_flight[-1].ticket, Exception)
 
     def _collect(self) -> StepOutput:
         step = self._in_flight.popleft()
+        self._last_step_id = step.plan.step_id
         started_s = self._clock.now_s()
         outcome: StepResult | Exception
         if isinstance(step.ticket, Exception):
