@@ -152,6 +152,15 @@ PLANTED: dict[str, tuple[Owner, str, str, str]] = {
     "queue by class alone": (waiting_queue, "waiting_turn", "sequence.tenant.turn", "0.0"),
 }  # fmt: skip
 
+BY_FAIRNESS = (
+    "virtual time is never lifted",
+    "weights are ignored",
+    "aging is off",
+    "nobody yields a slot to another tenant",
+    "queue by class alone",
+)
+"""Found by the worlds of simulated_fairness: they break no books, only shares."""
+
 
 @contextmanager
 def planted(bug: str) -> Iterator[None]:
