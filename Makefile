@@ -28,8 +28,10 @@ endif
 BIN := $(VENV)/bin
 
 CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
-CHECKS += fuzz cancels memory-slope
+CHECKS += journal fuzz cancels memory-slope
+CHECKS += overload fairness
 CHECKS += simulation isolation
+CHECKS += probe
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help

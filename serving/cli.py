@@ -30,7 +30,11 @@ from headrace.serving.app.options import ServeOptions, default_compile_cache, ho
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
 from headrace.serving.app.replay_command import replay
+<<<<<<< HEAD
 from headrace.serving.app.simulate_command import cost_model, simulate
+=======
+from headrace.serving.app.tenant_flags import LimitOptions, limit_options
+>>>>>>> wt-core
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
@@ -258,6 +262,7 @@ def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | No
     type=click.FloatRange(1, 120),
     help="How long ranks wait for each other at the start.  [default: 120]",
 )
+@limit_options
 @memory("--max-queued", type=int, default=512, help="Requests that may wait; more are refused as overloaded.")
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
@@ -299,6 +304,7 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         allow_unknown_fields=flags["allow_unknown_fields"],
         **readiness_fields(flags),
         otlp_endpoint=flags["otlp_endpoint"],
+        limits=LimitOptions.of_flags(flags),
     )
     return run_server(options, Console(stderr=True))
 

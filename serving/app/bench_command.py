@@ -70,7 +70,7 @@ def bench(ctx: click.Context, url: str, **flags: Any) -> int:
 
     Standard output gets tables, standard error the progress. The exit code is 0 when every request ended well, in an
     open loop when some ended well and the others were refused; 1 when some failed or the server cannot be asked, 2 for
-    options that cannot be, 130 when interrupted.
+    options that cannot be, 130 when interrupted: an open loop then sends no more, and reports what it sent.
     """
     from headrace.serving.app.bench_run import BenchRequest, run_closed, run_open
     from headrace.serving.bench.objective import parse_objective

@@ -14,7 +14,8 @@ from headrace.serving.bench.workload_file import WorkloadFile
 
 LATENCIES = {
     "first_token": "first token",
-    "mean_gap": "time per later token",
+    "inter_token": "between tokens",
+    "mean_gap": "their mean in a request",
     "largest_pause": "longest pause",
     "whole_answer": "whole answer",
 }
@@ -32,8 +33,8 @@ SPREADS = {
     "first token p50": ("first_token", "p50_ms"),
     "first token p95": ("first_token", "p95_ms"),
     "first token p99": ("first_token", "p99_ms"),
-    "time per later token p50": ("mean_gap", "p50_ms"),
-    "time per later token p95": ("mean_gap", "p95_ms"),
+    "mean between tokens p50": ("mean_gap", "p50_ms"),
+    "mean between tokens p95": ("mean_gap", "p95_ms"),
     "whole answer p50": ("whole_answer", "p50_ms"),
     "whole answer p95": ("whole_answer", "p95_ms"),
     "output tokens/s": ("output_tokens_per_s",),
@@ -71,6 +72,7 @@ def open_result(
         "client": client_versions(),
         "server": {"url": base, "api": api, "contract": contract},
         "slo": None if objective is None else str(objective),
+        "interrupted": any(run.stopped_s is not None for run in runs),
         "spread": spread_of(figures) if len(runs) > 1 else None,
         "runs": [
             {
@@ -118,17 +120,21 @@ def print_open(result: dict[str, Any], console: Console) -> None:
         f"{work['requests']:,} requests in {work['duration_s']:g} s ({work['offered_per_s']:g}/s), {source}: "
         f"{work['description'] or 'no description'}; workload {work['hash'][:12]}",
         highlight=False,
+        soft_wrap=True,
     )
-    console.print(server_text(result["server"]), highlight=False)
+    if result["interrupted"]:
+        console.print("interrupted: the last run has the part of the plan that was offered", style="yellow")
+    console.print(server_text(result["server"]), highlight=False, soft_wrap=True)
     for run in result["runs"]:
         if len(result["runs"]) > 1:
             console.print(f"\nseed {run['seed']}:", highlight=False)
-        _print_figures(run["figures"], console)
+        _print_figures(run["figures"], result["server"]["api"], console)
 
 
-def _print_figures(figures: dict[str, Any], console: Console) -> None:
+def _print_figures(figures: dict[str, Any], api: str, console: Console) -> None:
     table = _table("ms", *(column.removesuffix("_ms") for column in COLUMNS), "of", "never")
-    rows = [(title, figures[name]) for name, title in LATENCIES.items()]
+    titles = LATENCIES | ({"inter_token": "between pieces of text"} if api == "openai" else {})
+    rows = [(title, figures[name]) for name, title in titles.items()]
     rows += [(title, figures["server"][name]) for name, title in SERVER_TIMES.items() if name in figures["server"]]
     rows.append(("sent late, by this client", figures["client"]["late"]))
     for title, row in rows:
@@ -139,7 +145,13 @@ def _print_figures(figures: dict[str, Any], console: Console) -> None:
         f"{figures['requests']:,}; {figures['output_tokens_per_s']:,.1f} output tokens/s, {figures['prompt_tokens']:,} "
         f"prompt tokens, of which {figures['cached_tokens']:,} were cached; {figures['seconds']:.1f} s to the last end",
         highlight=False,
+        soft_wrap=True,
     )
+    if (server := figures["server"]).get("preemptions", {"sum": 0})["sum"]:
+        kinds = [name for name in server if name.startswith("preempted_") and not name.endswith("_ms")]
+        reasons = ", ".join(f"{server[name]['sum']:,} {name.removeprefix('preempted_')}" for name in kinds)
+        text = f"{server['preemptions']['sum']:,} preemptions" + (f": {reasons}" if reasons else "")
+        console.print(text, highlight=False, soft_wrap=True)
     if figures["cancels"]["planned"]:
         cancels = figures["cancels"]
         console.print(
@@ -147,10 +159,10 @@ def _print_figures(figures: dict[str, Any], console: Console) -> None:
         )
     _print_errors(figures["errors"], console)
     if "goodput" in figures:
-        console.print(goodput_text(figures["goodput"]), style="bold", highlight=False)
+        console.print(goodput_text(figures["goodput"]), style="bold", highlight=False, soft_wrap=True)
     _print_tenants(figures, console)
     for warning in figures["client"]["warnings"]:
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
+        console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def _print_errors(errors: dict[str, Any], console: Console) -> None:

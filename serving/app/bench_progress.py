@@ -39,11 +39,14 @@ class ProgressLine:
         good = ""
         if standing.good is not None and standing.ended:
             good = f", {standing.good / standing.ended:.0%} good"
+        over_s = standing.seconds - standing.planned_s
+        place = f"{standing.seconds:.0f} of {standing.planned_s:.0f} s"
+        if over_s > 0:
+            place = f"{standing.planned_s:.0f} s and {over_s:.0f} more"
         self._show(
             standing.seconds,
-            f"{title}{standing.seconds:.0f} of {standing.planned_s:.0f} s, {standing.sent:,} of {standing.requests:,} "
-            f"sent, {standing.in_flight:,} open, {standing.refused:,} refused, {standing.failed:,} failed{good}, "
-            f"the last sent {standing.late_ms:.1f} ms late",
+            f"{title}{place}, {standing.sent:,} of {standing.requests:,} sent, {standing.in_flight:,} open, "
+            f"{standing.refused:,} refused, {standing.failed:,} failed{good}, up to {standing.late_ms:.1f} ms late",
         )
 
     def _show(self, seconds: float, text: str) -> None:
@@ -54,4 +57,4 @@ class ProgressLine:
             self._told_s = 0.0
         if seconds - self._told_s >= PLAIN_TELL_S:
             self._told_s = seconds
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, soft_wrap=True)

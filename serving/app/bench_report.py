@@ -17,6 +17,7 @@ from headrace.serving.bench.workload import Workload
 from headrace.serving.core.errors import ConfigError
 
 FORMAT = "headrace-bench/2"
+MISSED = {"answer": "not answered"}
 LATENCIES = {
     "first_token": "first token",
     "inter_token": "between tokens",
@@ -86,7 +87,7 @@ def record_of(outcome: Outcome, origin_s: float) -> dict[str, Any]:
         "retry_after_ms": outcome.retry_after_ms,
         "tenant": outcome.tenant,
         "request_id": outcome.request_id,
-        "server": dict(outcome.server),
+        "server": {name: ms(value) for name, value in outcome.server.items()},
         "pauses_ms": [ms(pause) for pause in outcome.pauses_ms],
     }
     if outcome.gaps_ms != outcome.pauses_ms:
@@ -131,7 +132,7 @@ def goodput_text(good: dict[str, Any]) -> str:
     """In a line, with its interval and what was missed."""
     low, high = good["share_interval"]
     low_s, high_s = good["per_s_interval"]
-    missed = ", ".join(f"{count:,} {name}" for name, count in good["missed"].items())
+    missed = ", ".join(f"{count:,} {MISSED.get(name, name)}" for name, count in good["missed"].items())
     return (
         f"goodput under {good['slo']}: {good['per_s']:.3g}/s (95%: {low_s:.3g} to {high_s:.3g}), {good['share']:.1%} "
         f"({low:.1%} to {high:.1%}) of {good['of']:,}; missed: {missed or 'nothing'}"
@@ -147,7 +148,7 @@ def server_text(server: dict[str, Any]) -> str:
     return (
         f"{server['url']} ({server['api']}): headrace {versions['headrace']}, JAX {versions['jax']}, "
         f"{on['num_devices']} × {on['platform']}:{on['device_kind']}, mesh {on['mesh']}, link {on['link']}; "
-        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, contract {contract.get('fingerprint')}"
+        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, contract {str(contract.get('fingerprint'))[:19]}"
     )
 
 

@@ -1,7 +1,10 @@
 """Runs a bench: connects, loops, prints what came of it."""
 
 import asyncio
+import contextlib
+import signal
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from headrace.serving.bench.workload import MAX_TOKENS_IN_ALL, Workload
 from headrace.serving.bench.workload_file import WorkloadFile
 from headrace.serving.core.errors import ConfigError
 
+INTERRUPTED = 130
+"""Exit code."""
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -105,29 +110,16 @@ def run_open(
     started = time.strftime(TIME_FORMAT, time.gmtime())
     # Arrivals and lengths stay; drawn prompts are new, or all runs but the first would find them in a prefix cache.
     workloads = [replace(workload, seed=workload.seed + number) for number in range(repeat)]
-
-    async def measure() -> tuple[dict[str, Any] | None, list[OpenRun]]:
-        contract, runs = await contract_of(server), []
-        with ProgressLine(console) as line:
-            async with await wanted.target(server, wanted.connections) as target:
-                for number, each in enumerate(workloads, 1):
-                    title = f"run {number} of {repeat}: " if repeat > 1 else ""
-                    loop = OpenLoop(
-                        workload=each,
-                        target=target,
-                        objective=wanted.objective,
-                        max_in_flight=max_in_flight,
-                        warmup=warmup if number == 1 else 0,
-                        watch=lambda standing, title=title: line.show_open(standing, title),
-                    )
-                    runs.append(await loop.run())
-        return contract, runs
-
     try:
-        contract, runs = asyncio.run(measure())
+        contract, runs = asyncio.run(_measure_open(wanted, server, workloads, console, max_in_flight, warmup))
     except BenchError as error:
         return _failed(error)
-    found = [open_figures(run, each, wanted.objective) for run, each in zip(runs, workloads, strict=True)]
+    except asyncio.CancelledError:
+        return INTERRUPTED
+    if not runs:
+        return INTERRUPTED
+    offered = [run.offered(each) for run, each in zip(runs, workloads, strict=False)]
+    found = [open_figures(run, each, wanted.objective) for run, each in zip(runs, offered, strict=True)]
     result = open_result(server.base, wanted.api, started, workload, name, contract, wanted.objective, found, runs)
     print_open(result, Console())
     print_spread(result, Console())
@@ -135,7 +127,62 @@ def run_open(
         write_json(wanted.json_file, result)
     if wanted.plot is not None:
         save_open_plot(result, wanted.objective, wanted.plot)
+    if result["interrupted"]:
+        return INTERRUPTED
     return 1 if any(figures["failed"] or not figures["answered"] for figures in found) else 0
+
+
+async def _measure_open(
+    wanted: BenchRequest,
+    server: Server,
+    workloads: Sequence[WorkloadFile],
+    console: Console,
+    max_in_flight: int,
+    warmup: int,
+) -> tuple[dict[str, Any] | None, list[OpenRun]]:
+    """One run after the other, up to the one that was stopped, which is left out where it sent nothing."""
+    contract, runs, stop = await contract_of(server), list[OpenRun](), asyncio.Event()
+    with ProgressLine(console) as line, stopping(stop, console):
+        async with await wanted.target(server, wanted.connections) as target:
+            for number, each in enumerate(workloads, 1):
+                title = f"run {number} of {len(workloads)}: " if len(workloads) > 1 else ""
+                loop = OpenLoop(
+                    workload=each,
+                    target=target,
+                    objective=wanted.objective,
+                    max_in_flight=max_in_flight,
+                    warmup=warmup if number == 1 else 0,
+                    watch=lambda standing, title=title: line.show_open(standing, title),
+                    stop=stop,
+                )
+                run = await loop.run()
+                runs += [run] if run.outcomes else []
+                if stop.is_set():
+                    break
+    return contract, runs
+
+
+@contextlib.contextmanager
+def stopping(stop: asyncio.Event, console: Console) -> Iterator[None]:
+    """The first interrupt sets stop, the next one ends the task that it was entered in."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def interrupt() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel()
+        else:
+            stop.set()
+            console.print("no more requests; waiting for those that run (interrupt again to give up)", soft_wrap=True)
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread: as Python has it
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def check_workload(workload: WorkloadFile, server: Server) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import ssl
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
@@ -45,7 +46,9 @@ from headrace.serving.edge.security import Doorkeeper, SecurityLayer, SecurityPo
 from headrace.serving.edge.server import ExitCode, ServerConfig, ServerControl, bind, run, serve, url_of
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.edge.session import SessionConfig
+from headrace.serving.edge.shared_prefixes import DeclaredPrefix, SharedPrefixes
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
+from headrace.serving.edge.tenants import Policies
 from headrace.serving.edge.tracing import TracedService, TraceHeaders, TraceSink
 from headrace.serving.engine.journal_file import open_journal
 from headrace.serving.engine.lifecycle import EngineState
@@ -93,12 +96,14 @@ def run_server(options: ServeOptions, console: Console) -> int:
     model = read_config(options.model_path)
     check(options.engine, model)
     print_configuration(console, options, model)
+    keys = None if options.api_keys is None else KeyRing(options.api_keys)
+    policies, prefixes = options.limits.read_policies(keys), options.limits.read_prefixes()
     _check_journal(options.engine)
     policy = SecurityPolicy(
         bind_host=options.host,
         allow_hosts=options.allow_hosts,
         allow_origins=options.allow_origins,
-        keys=None if options.api_keys is None else KeyRing(options.api_keys),
+        keys=keys,
     )
     _check_certificate(options)
     records = read_records(options.probes)
@@ -108,14 +113,23 @@ def run_server(options: ServeOptions, console: Console) -> int:
             from headrace.serving.app.otel import open_tracer
 
             tracer = stack.enter_context(contextlib.closing(open_tracer(options.otlp_endpoint)))
-        return run(_run(options, model, policy, records, console, tracer))
+        return run(_run(options, model, policy, _Files(policies, prefixes, records), console, tracer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What was read from the operator's files before the engine starts."""
+
+    policies: Policies
+    prefixes: tuple[DeclaredPrefix, ...]
+    records: tuple[ProbeRecord, ...]
 
 
 async def _run(
     options: ServeOptions,
     model: ModelConfig,
     policy: SecurityPolicy,
-    records: tuple[ProbeRecord, ...],
+    files: _Files,
     console: Console,
     tracer: TraceSink | None,
 ) -> ExitCode:
@@ -138,8 +152,10 @@ async def _run(
                 return ExitCode.CLEAN
             bulk = stack.enter_context(contextlib.closing(BulkEncoder(bulk_launch(text, tools))))
             bulk.start()  # It loads what it needs beside the first requests.
-            service = _service(options, model, engine, tools, bulk, tracer)
-            probe = readiness_probe(_probe_config(options, records), service, engine, model.vocab_size)
+            shared = await asyncio.to_thread(options.limits.encode_prefixes, files.prefixes, tools)
+            service = _service(options, model, engine, tools, bulk, files.policies, shared, tracer)
+            probe = readiness_probe(_probe_config(options, files.records), service, engine, model.vocab_size)
+            log.info("contract %s, numerics %s", *service.contract_hashes)
             app, streams = _application(service, policy, options.heartbeat_s)
             control = ServerControl()
             watchers = (
@@ -199,8 +215,11 @@ def _service(
     engine: EngineClient,
     tools: TextTools,
     bulk: BulkEncoder,
+    policies: Policies,
+    shared: SharedPrefixes,
     tracer: TraceSink | None,
 ) -> Service:
+    limits = options.limits
     config = ServiceConfig(
         model_names=(options.model_name,),
         vocab_size=model.vocab_size,
@@ -208,11 +227,24 @@ def _service(
         version=version("headrace"),
         max_queued_requests=options.engine.max_queued_requests,
         max_queued_prompt_tokens=options.engine.max_queued_prompt_tokens,
+        max_streams=limits.max_live_streams,
+        max_tokens_in_flight=limits.max_tokens_in_flight,
+        max_live_pages=limits.max_live_pages,
+        first_token_ms=limits.first_token_ms,
+        chunk_tokens=options.engine.chunk_tokens,
         allow_unknown_fields=options.allow_unknown_fields,
         revision=revision_of(options.model_path),
     )
     make = Service if tracer is None else partial(TracedService, sink=tracer)
-    return make(config, engine=engine, tokenizer=tools.tokenizer, template=tools.template, bulk=bulk)
+    return make(
+        config,
+        engine=engine,
+        tokenizer=tools.tokenizer,
+        template=tools.template,
+        bulk=bulk,
+        policies=policies,
+        shared_prefixes=shared,
+    )
 
 
 def _probe_config(options: ServeOptions, records: tuple[ProbeRecord, ...]) -> ProbeConfig:
@@ -242,8 +274,8 @@ def _application(service: Service, policy: SecurityPolicy, heartbeat_s: float) -
 async def _announce(control: ServerControl, probe: ReadinessProbe, name: str, url: str) -> None:
     """The one line on standard output, when the server takes requests. It never comes after a probe that failed."""
     await control.listening.wait()
-    if (fault := await probe.wait_judged()) is not None:
-        log.error("listening at %s, and not ready: %s", url, fault)
+    if await probe.wait_judged() is not None:
+        log.error("listening at %s, where /readyz says what keeps the server from being ready", url)
         return
     click.echo(f"Headrace serves {name} at {url}")
 

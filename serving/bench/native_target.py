@@ -64,7 +64,7 @@ class NativeTarget:
         try:
             async with asyncio.timeout(self._server.limit_s):
                 client = await self._next_socket(terms.tenant).client()
-                history = await client.create(history.id, "completion", named, **terms.fields)
+                history = await client.create(history.id, "completion", named, **terms.envelope)
                 is_cancelled = await _cancelled(client, history, terms.cancel_s)
                 await history.ended.wait()
         except TimeoutError:

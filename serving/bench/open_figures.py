@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.serving.bench.objective import Objective, share_interval
 from headrace.serving.bench.open_loop import OpenRun
-from headrace.serving.bench.outcome import MAX_ERROR_TYPES, PERCENTILES, Outcome, spread
+from headrace.serving.bench.outcome import MAX_ERROR_TYPES, PERCENTILES, Outcome
 from headrace.serving.bench.workload_file import WorkloadFile
 
 LATE_MS = 25.0
@@ -82,7 +82,7 @@ def _part(outcomes: Sequence[Outcome], run: OpenRun, workload: WorkloadFile, obj
         "output_tokens": tokens,
         "output_tokens_per_s": _rate(tokens, run.seconds),
         "first_token": waits(firsts, len(accepted) - len(firsts)),
-        "inter_token": spread([gap for outcome in accepted for gap in outcome.gaps_ms]),
+        "inter_token": waits([gap for outcome in accepted for gap in outcome.gaps_ms], 0),
         "mean_gap": waits([gap for outcome in good if (gap := outcome.mean_gap_ms) is not None], 0),
         "largest_pause": waits([max(outcome.pauses_ms) for outcome in good if outcome.pauses_ms], 0),
         "whole_answer": waits([outcome.whole_ms for outcome in good], len(accepted) - len(good)),
@@ -188,7 +188,7 @@ def _client(run: OpenRun) -> Figures:
     if late["p99_ms"] is not None and late["p99_ms"] > LATE_MS:
         warnings.append(
             f"one request in a hundred was sent {late['p99_ms']:,.0f} ms late or more: the client was the bottleneck; "
-            "give it more --connections, another machine, or a lower rate"
+            "give it a machine of its own, over HTTP more --connections, or a lower rate"
         )
     if share > BUSY_CPU_SHARE:
         warnings.append(f"this client used {share:.0%} of a core: its own times are in doubt")

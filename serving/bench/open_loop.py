@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.serving.bench.objective import Objective
 from headrace.serving.bench.outcome import Outcome
@@ -27,7 +27,8 @@ BYTES_PER_ID = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStanding:
-    """How far a run is. good: None without an objective. late_ms: of the request that was sent last."""
+    """How far a run is. good: None without an objective. late_ms: the most that a request was late when it was
+    sent."""
 
     requests: int
     planned_s: float
@@ -50,12 +51,19 @@ OpenWatcher = Callable[[OpenStanding], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
     """start_s: of the plan, monotonic. outcomes: by their index. seconds: from the start to the last end. cpu_s: what
-    this process computed in them."""
+    this process computed in them. stopped_s: seconds from the start to where it was stopped; None: it was not."""
 
     outcomes: tuple[Outcome, ...]
     start_s: float
     seconds: float
     cpu_s: float
+    stopped_s: float | None = None
+
+    def offered(self, workload: WorkloadFile) -> WorkloadFile:
+        """What there was of the workload until it was stopped."""
+        if self.stopped_s is None:
+            return workload
+        return replace(workload, requests=workload.requests[: len(self.outcomes)], duration_s=self.stopped_s)
 
 
 @dataclass(slots=True)
@@ -74,13 +82,14 @@ class _Tally:
         self.refused += outcome.is_refused
         self.failed += outcome.error is not None and not outcome.is_refused
         self.good += objective is not None and not objective.missed_by(outcome)
-        self.late_ms = (outcome.sent_s - outcome.start_s) * 1000
+        self.late_ms = max(self.late_ms, (outcome.sent_s - outcome.start_s) * 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
     """max_in_flight: requests without an end; what would be one more is not sent, and says so. warmup: requests before
     the start, one after the other, which do not count and leave nothing in a prefix cache that the others would find.
+    stop: once set, no more requests start, and those that run are waited for: what is left is a shorter plan, kept.
     """
 
     workload: WorkloadFile
@@ -89,10 +98,13 @@ class OpenLoop:
     max_in_flight: int = 8_192
     warmup: int = 0
     watch: OpenWatcher = lambda _: None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> OpenRun:
         bodies, workload_hash = self._bodies(), self.workload.hash
         for index in range(self.warmup):
+            if self.stop.is_set():
+                break
             like = index % len(self.workload.requests)
             terms = Terms(tenant=self.workload.requests[like].tenant)
             await self.target.ask(-1 - index, self._warm_body(like, f"warm-up:{workload_hash}:{index}"), terms)
@@ -100,7 +112,7 @@ class OpenLoop:
         start_s, cpu_s = time.monotonic() + LEAD_S, time.process_time()
         teller = asyncio.create_task(self._tell(tally, start_s))
         try:
-            await self._offer(bodies, tally, start_s)
+            stopped_s = await self._offer(bodies, tally, start_s)
         finally:
             teller.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -108,16 +120,24 @@ class OpenLoop:
         return OpenRun(
             outcomes=tuple(sorted(tally.outcomes, key=lambda outcome: outcome.index)),
             start_s=start_s,
-            seconds=max(outcome.ended_s for outcome in tally.outcomes) - start_s,
+            seconds=max((outcome.ended_s for outcome in tally.outcomes), default=start_s) - start_s,
             cpu_s=time.process_time() - cpu_s,
+            stopped_s=stopped_s,
         )
 
-    async def _offer(self, bodies: dict[int, dict[str, object]], tally: _Tally, start_s: float) -> None:
+    async def _offer(self, bodies: dict[int, dict[str, object]], tally: _Tally, start_s: float) -> float | None:
+        """Seconds after which it was stopped, None where all was offered; in both cases after the last end."""
+        stopped_s: float | None = None
         async with asyncio.TaskGroup() as running:
             for index, request in enumerate(self.workload.requests):
                 body = bodies.pop(index, None) or self.workload.body(index)
                 planned_s = start_s + request.at_s
-                await asyncio.sleep(max(0.0, planned_s - time.monotonic()))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, planned_s - time.monotonic())):
+                        await self.stop.wait()
+                if self.stop.is_set():
+                    stopped_s = max(0.0, time.monotonic() - start_s)
+                    break
                 tally.sent += 1
                 if tally.sent - len(tally.outcomes) > self.max_in_flight:
                     now_s = time.monotonic()
@@ -136,6 +156,7 @@ class OpenLoop:
                     deadline_ms=request.deadline_ms,
                 )
                 running.create_task(self._one(index, body, terms, tally))
+        return stopped_s
 
     async def _one(self, index: int, body: dict[str, object], terms: Terms, tally: _Tally) -> None:
         tally.take(await self.target.ask(index, body, terms), self.objective)

@@ -91,7 +91,7 @@ class OpenAITarget:
         cancel = asyncio.timeout(None if terms.cancel_s is None else max(0.0, terms.cancel_s - asked_s))
         try:
             async with asyncio.timeout(self._server.limit_s), cancel:
-                await self._stream(self._fields | terms.fields | body, terms.tenant, answer)
+                await self._stream(self._fields | terms.body_fields | body, terms, answer)
         except (TimeoutError, httpx.TimeoutException):
             is_cancelled = cancel.expired()
             answer.error = None if is_cancelled else "timeout"
@@ -124,9 +124,9 @@ class OpenAITarget:
             pauses_ms=gaps,
         )
 
-    async def _stream(self, body: dict[str, object], tenant: str | None, answer: _Answer) -> None:
-        key = self._server.key_of(tenant)
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    async def _stream(self, body: dict[str, object], terms: Terms, answer: _Answer) -> None:
+        key = self._server.key_of(terms.tenant)
+        headers = terms.headers if key is None else {**terms.headers, "authorization": f"Bearer {key}"}
         url, extensions = self._server.base + "/v1/completions", {"trace": answer.trace}
         async with self._client.stream("POST", url, json=body, headers=headers, extensions=extensions) as response:
             answer.request_id = clean_id(response.headers.get("x-request-id"))

@@ -73,9 +73,9 @@ class Outcome:
 
 
 def is_refusal(code: str | None, kind: object, status: int | None) -> bool:
-    """Of a server's typed error before any output. kind: its type. Faults of the server are none: 5xx but for 503, its
-    server_error, and an engine that died under the request."""
-    if code in (None, "engine_lost", "connection_lost", "broken_stream") or kind == "server_error":
+    """Of a server's typed error before any output. kind: its type. No refusals are faults of the server: 5xx but for
+    503, its server_error, an engine that died under the request; nor is a deadline that passed while it waited."""
+    if code in (None, "engine_lost", "deadline_exceeded", "connection_lost", "broken_stream") or kind == "server_error":
         return False
     return status is None or status < 500 or status == 503
 
@@ -86,10 +86,15 @@ def clean_id(name: object) -> str | None:
 
 
 def server_times(metrics: object) -> dict[str, float]:
-    """The numbers in what a server says of a request; empty where it says nothing."""
+    """The numbers in what a server says of a request; empty where it says nothing. Of preemptions each reason with
+    its action is a name of its own, such as preempted_pages_swapped."""
     if not isinstance(metrics, dict):
         return {}
     found = {clean_code(name): value for name, value in metrics.items()}
+    reasons = found.get("preempted")
+    for each in reasons if isinstance(reasons, list) else ():
+        if isinstance(each, dict):
+            found[clean_code(f"preempted_{each.get('reason')}_{each.get('action')}")] = each.get("count")
     numbers = {
         name: value
         for name, value in found.items()

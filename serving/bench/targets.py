@@ -36,10 +36,21 @@ class Terms:
     deadline_ms: int | None = None
 
     @property
-    def fields(self) -> dict[str, object]:
-        """What the server is told of them."""
+    def envelope(self) -> dict[str, object]:
+        """What a server's WebSocket is told of them, beside the body."""
         told = {"priority": self.priority, "deadline_ms": self.deadline_ms}
         return {name: value for name, value in told.items() if value is not None}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What our server is told over HTTP."""
+        found = {} if self.deadline_ms is None else {"x-headrace-deadline-ms": str(self.deadline_ms)}
+        return found | ({"x-headrace-priority": self.priority} if isinstance(self.priority, str) else {})
+
+    @property
+    def body_fields(self) -> dict[str, object]:
+        """A priority that is a number is a body field, as other servers have it."""
+        return {"priority": self.priority} if isinstance(self.priority, int) else {}
 
 
 AS_SOON_AS_ASKED = Terms()

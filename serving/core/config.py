@@ -28,7 +28,7 @@ class SchedulerConfig:
 
     inter_token_s: objective for the gap between two tokens of a running stream; prefill chunks shrink so that measured
     steps keep to it. None = chunks are as long as chunk_tokens. num_swap_pages: host pages of a lane for preempted
-    requests; 0 = they are always recomputed. aging_s: so long a wait lifts a request by one priority class.
+    requests; 0 = they are always recomputed. aging_s: a priority class that was not served for so long counts one higher.
     deterministic: decode rows and prefill chunks never share a program, and there is one of each; chunks start and end
     at multiples of chunk_tokens (or with their prompt), and preemption swaps, see ``planner``.
     """

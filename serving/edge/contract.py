@@ -100,9 +100,11 @@ def contract_document(
     revision: str | None,
     shows_date: bool,
     probe: Mapping[str, object],
+    first_token_ms: int | None = None,
 ) -> JsonObject:
     """Body of ``/v1/contract``. revision: of the model, where it has one; a name, so it is in no hash. shows_date: the
-    chat template writes the day of the start into prompts. probe: see ``edge.probe``."""
+    chat template writes the day of the start into prompts. probe: see ``edge.probe``.
+    first_token_ms: the server's objective."""
     return {
         "fingerprint": contract.fingerprint,
         "contract": dict(contract.parts),
@@ -119,6 +121,7 @@ def contract_document(
             "num_pages": ready.num_pages,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "weights_bytes": ready.weights_bytes,
+            **({} if first_token_ms is None else {"first_token_ms": first_token_ms}),
         },
         "versions": {
             "headrace": headrace,

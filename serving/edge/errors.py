@@ -187,14 +187,21 @@ def shutting_down() -> ApiError:
     )
 
 
+def deadline_exceeded() -> ApiError:
+    """In preparation, in the engine, or while the client did not read."""
+    return ApiError(
+        ErrorCode.DEADLINE_EXCEEDED,
+        "The deadline of the request passed before its end was given to the client; it was ended. Allow more time, or "
+        "ask for fewer tokens.",
+    )
+
+
 def from_finished(finished: Finished) -> ApiError | None:
     """The error that a terminal event stands for; None where it is a result (stop, length, cancelled by the client)."""
     if finished.error_code is not None:
         return ApiError(finished.error_code, finished.error_message or "The request failed in the engine.")
     if finished.cancel_reason is CancelReason.DEADLINE:
-        return ApiError(
-            ErrorCode.DEADLINE_EXCEEDED, "The deadline of the request passed before its last token; it was ended."
-        )
+        return deadline_exceeded()
     if finished.cancel_reason is CancelReason.SHUTDOWN:
         return shutting_down()
     if finished.cancel_reason is CancelReason.SLOW_CLIENT:

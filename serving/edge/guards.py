@@ -290,8 +290,20 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._stop_message_timer()
         super().handle_cont(event)
 
+    def send_receive_event_to_app(self) -> None:
+        """uvicorn would log each text that is not UTF-8 as a fault of the server, with a traceback."""
+        if self.curr_msg_data_type == "text":
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self._fail(1007, "the text is not UTF-8")
+                return
+        super().send_receive_event_to_app()
+
     def handle_ping(self) -> None:
-        if self._take_control():
+        if self.close_sent:
+            self.conn.data_to_send()  # a pong, which nobody waits for behind a close frame
+        elif self._take_control():
             super().handle_ping()
 
     def handle_pong(self, event: Frame) -> None:

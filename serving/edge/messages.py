@@ -14,7 +14,9 @@ from msgspec import UNSET, Meta, UnsetType
 from headrace.serving.core.contract import MAX_EXPECTED
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
+from headrace.serving.edge.message_parts import ChoiceEnd, ErrorDetail, Preemption, SessionLimits, Times
 from headrace.serving.edge.strict_json import NotJson, parse
+from headrace.serving.edge.terms import MAX_DEADLINE_MS, parse_priority
 
 SUBPROTOCOL = "headrace.v1"
 BEARER_PREFIX = "bearer."
@@ -104,8 +106,29 @@ class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
     detach: Annotated[
         bool, Meta(description="Go on generating for `resume_s` when the connection is lost, and allow `resume`.")
     ] = False
-    deadline_ms: Annotated[Any, Meta(description="Not applied by this version: refused unless absent or null.")] = None
-    priority: Annotated[Any, Meta(description="Not applied by this version: refused unless absent or null.")] = None
+    deadline_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=MAX_DEADLINE_MS,
+                description="From the arrival of this message until the client is given the end of the stream; what "
+                "would be later by estimate is refused with `deadline_unmeetable`, what is later ends with "
+                "`deadline_exceeded`. Absent: as the key's policy says.",
+            ),
+        ]
+        | None
+    ) = None
+    priority: (
+        Annotated[
+            str,
+            Meta(
+                description='`"high"`, `"normal"` or `"low"`: which requests that wait are taken first. Absent: '
+                '`"normal"`, or the best that the key may ask for.'
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Cancel(ClientMessage, tag="cancel", kw_only=True, frozen=True):
@@ -135,14 +158,6 @@ class Ping(ClientMessage, tag="ping", kw_only=True, frozen=True):
 
 class ServerMessage(msgspec.Struct, tag_field="type", kw_only=True, frozen=True, omit_defaults=True):
     """Base of what the server sends."""
-
-
-class SessionLimits(msgspec.Struct, kw_only=True, frozen=True):
-    """What this socket may do."""
-
-    max_streams: Annotated[int, Meta(description="Live streams at once.")]
-    max_frame_bytes: Annotated[int, Meta(description="Bytes of one message.")]
-    max_context: Annotated[int, Meta(description="Tokens of prompt and output; 0 while the engine starts.")]
 
 
 class Welcome(ServerMessage, tag="welcome", kw_only=True, frozen=True):
@@ -205,26 +220,6 @@ class Delta(ServerMessage, tag="delta", kw_only=True, frozen=True):
     obfuscation: Annotated[str, Meta(description="Padding, only with `include_obfuscation`.")] | UnsetType = UNSET
 
 
-class ChoiceEnd(msgspec.Struct, kw_only=True, frozen=True):
-    """How one choice ended."""
-
-    index: Annotated[int, Meta(description="Which choice.")]
-    finish_reason: Annotated[str, Meta(description='`"stop"`, `"length"` or `"cancelled"`.')]
-    stop_reason: Annotated[
-        str | int | None, Meta(description="The stop string or the stop token id that ended it, else null.")
-    ]
-
-
-class Times(msgspec.Struct, kw_only=True, frozen=True):
-    """Times as the server measured them; over several choices the longest."""
-
-    queue_ms: Annotated[float, Meta(description="Waiting for the engine.")]
-    prefill_ms: Annotated[float, Meta(description="From running to the first token.")]
-    first_token_ms: Annotated[float | None, Meta(description="From submission to the first token; null: no token.")]
-    decode_ms: Annotated[float, Meta(description="From the first token to the last.")]
-    preemptions: Annotated[int, Meta(description="How often its memory was taken and computed again.")]
-
-
 class Done(ServerMessage, tag="done", kw_only=True, frozen=True):
     """The good terminal frame: every choice has ended."""
 
@@ -234,15 +229,6 @@ class Done(ServerMessage, tag="done", kw_only=True, frozen=True):
     usage: Annotated[dict[str, Any], Meta(description="Tokens, as in OpenAI's `usage`, over all choices.")]
     metrics: Annotated[Times, Meta(description="Server times.")]
     contract: Annotated[str, Meta(description="As in `created`.")]
-
-
-class ErrorDetail(msgspec.Struct, kw_only=True, frozen=True):
-    """What went wrong; the same object as in HTTP answers."""
-
-    type: Annotated[str, Meta(description="Class of the error.")]
-    code: Annotated[str, Meta(description="Stable name; see *Error codes*.")]
-    message: Annotated[str, Meta(description="For people: field, limit, remedy. Never repeats what was sent.")]
-    param: Annotated[str | None, Meta(description="The field at fault, where it is one.")]
 
 
 class Error(ServerMessage, tag="error", kw_only=True, frozen=True):
@@ -276,7 +262,7 @@ class Goaway(ServerMessage, tag="goaway", kw_only=True, frozen=True):
 
 CLIENT_MESSAGES: tuple[type[ClientMessage], ...] = (Hello, Create, Cancel, Resume, Ping)
 SERVER_MESSAGES: tuple[type[ServerMessage], ...] = (Welcome, Created, Delta, Done, Error, Pong, Goaway)
-NESTED_OBJECTS: tuple[type[msgspec.Struct], ...] = (SessionLimits, ChoiceEnd, Times, ErrorDetail)
+NESTED_OBJECTS: tuple[type[msgspec.Struct], ...] = (SessionLimits, ChoiceEnd, Preemption, Times, ErrorDetail)
 
 AnyClientMessage = Hello | Create | Cancel | Resume | Ping
 
@@ -369,10 +355,8 @@ def _check_create(message: Create) -> None:
     if message.endpoint not in ENDPOINTS:
         text = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
         raise ApiError(ErrorCode.INVALID_VALUE, text, param="endpoint")
-    for name in ("deadline_ms", "priority"):
-        if getattr(message, name) is not None:
-            text = f"'{name}' is not supported by this server version; leave it out."
-            raise ApiError(ErrorCode.UNSUPPORTED_FIELD, text, param=name)
+    if message.priority is not None:
+        parse_priority("priority", message.priority)
 
 
 def _explain(text: str, value: dict[str, Any]) -> ApiError:

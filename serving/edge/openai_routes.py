@@ -9,6 +9,7 @@ is an error event and ``[DONE]``.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from headrace.serving.edge.generation import Delta, Done, Failure, Generation
 from headrace.serving.edge.http_json import ClientGone, JsonObject, json_response, read_object
 from headrace.serving.edge.openai_chunks import ChoiceStream, usage_chunk, whole
 from headrace.serving.edge.service import Job, Service
+from headrace.serving.edge.terms import terms_of_headers
 
 KEEPALIVE_S = 15.0
 WRITE_LIMIT_S = 30.0
@@ -67,6 +69,7 @@ class GenerateEndpoint:
         expected = tuple(Request(scope).headers.getlist(EXPECT_HEADER))
         self._service.check_expected(expected, EXPECT_HEADER)
         try:
+            terms = terms_of_headers(scope["headers"], time.monotonic())
             body = await read_object(scope, receive, max_bytes=self._service.config.max_body_bytes)
         except ClientGone:
             return
@@ -75,7 +78,8 @@ class GenerateEndpoint:
         job: Job | None = None
         try:
             tenant = scope.get("state", {}).get("tenant", "")
-            job = await _unless(gone, self._service.start(self._endpoint, body, tenant=tenant, expected=expected))
+            work = self._service.start(self._endpoint, body, tenant=tenant, terms=terms, expected=expected)
+            job = await _unless(gone, work)
             if job.options.stream:
                 await _EventStream(job, send, gone, self._keepalive_s, self._write_limit_s).run()
             else:

@@ -176,8 +176,8 @@ class ReadinessProbe:
             return f"probe failed: {verdict.why}"
         if verdict.status is ProbeStatus.UNRECORDED and self._config.is_required:
             return (
-                "probe: unrecorded, and --require-probe is set; record one with 'headrace probe record' on a replica "
-                "that you trust, and start with --probe FILE"
+                "probe: unrecorded, and --require-probe is set; start a replica that you trust without it, record it "
+                "with 'headrace probe record', and serve with --probe FILE"
             )
         return None
 
@@ -252,7 +252,7 @@ class ReadinessProbe:
                     await self._once(verdict, verdict.record)
                 if verdict.status is ProbeStatus.PENDING:
                     wait_s = RETRY_S
-            if self._verdict is verdict:
+            if verdict is None or self._verdict is verdict:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), wait_s)
 
@@ -307,7 +307,8 @@ class ReadinessProbe:
 
     async def _answers_fault(self, record: ProbeRecord, ready: Ready) -> str | None:
         self._num_runs += 1
-        for prompt in record.prompts:
+        # As many requests as copies of the model, at least: the scheduler gives each to the one with least to do.
+        for prompt in record.prompts * -(-ready.num_lanes // len(record.prompts)):
             request = self._request(prompt, ready)
             if isinstance(request, Rejection):
                 return f"prompt {prompt.name!r} is not admitted: {request.message}"

@@ -4,94 +4,41 @@
 ``ApiError`` for every refusal, before the engine has seen anything.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import replace
 
 from headrace.model.chat_template import ChatTemplate
 from headrace.model.tokenizer import Tokenizer
 from headrace.serving.core.admission import Limits
 from headrace.serving.core.contract import Contract
-from headrace.serving.core.drain_rate import DrainRate
-from headrace.serving.core.request import CancelReason, Request, RequestId
+from headrace.serving.core.request import CancelReason, Request
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
+from headrace.serving.edge.admission import AdmissionControl, Admitted
 from headrace.serving.edge.bodies import JobOptions, ParsedBody, parse_body
 from headrace.serving.edge.contract import ServedContract, check_expectation, contract_document
-from headrace.serving.edge.engine_client import EngineUnavailable, Sink
-from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
+from headrace.serving.edge.engine_client import EngineUnavailable
+from headrace.serving.edge.errors import ApiError, ErrorCode, deadline_exceeded, shutting_down
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.edge.http_json import JsonObject
 from headrace.serving.edge.job import Job
-from headrace.serving.edge.metrics import EngineView, Metrics
+from headrace.serving.edge.load_metrics import LoadMetrics
+from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.preparation import Admission, Preparation, cache_namespace
 from headrace.serving.edge.probe_view import NO_PROBE, ProbeView
 from headrace.serving.edge.prompt_ids import PromptEncoder
 from headrace.serving.edge.request_log import RequestLog
+from headrace.serving.edge.service_config import EnginePort, Readiness, ServiceConfig
+from headrace.serving.edge.shared_prefixes import SharedPrefixes
+from headrace.serving.edge.tenants import Policies, SamePolicy
+from headrace.serving.edge.terms import Terms
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready
 
 __all__ = ["Endpoint", "EnginePort", "Job", "JobOptions", "Readiness", "Service", "ServiceConfig"]
-
-
-class EnginePort(EngineView, Protocol):
-    """The part of ``EngineClient`` that the service uses."""
-
-    @property
-    def failure(self) -> str | None: ...
-    @property
-    def queue_depth(self) -> int: ...
-    def next_request_id(self) -> RequestId: ...
-    def submit(self, request: Request, sink: Sink) -> None: ...
-    def cancel(self, request_id: RequestId, reason: CancelReason) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig:
-    """model_names: what clients may call the model; the first is its name in answers. vocab_size: of the model.
-
-    eos_ids: end a generation unless ignore_eos is set. max_queued_*: requests (and their prompt tokens) that may wait
-    for a first token; the engine's own limits must not be lower. revision: of the model, where it has one.
-    """
-
-    model_names: tuple[str, ...]
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    version: str = "0.1.0"
-    max_queued_requests: int = 512
-    max_queued_prompt_tokens: int = 524_288
-    max_prompt_bytes: int = 1 << 20
-    max_body_bytes: int = 4 << 20
-    revision: str | None = None
-    allow_unknown_fields: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """reason: why not, or "ready"."""
-
-    ready: bool
-    reason: str
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Requests without a first token, as the queue limits see them."""
-
-    prompt_tokens: dict[RequestId, int] = field(default_factory=dict)
-    num_prompt_tokens: int = 0
-
-    def add(self, request: Request) -> None:
-        self.prompt_tokens[request.request_id] = len(request.prompt_ids)
-        self.num_prompt_tokens += len(request.prompt_ids)
-
-    def remove(self, request: Request) -> bool:
-        """Whether it was there."""
-        size = self.prompt_tokens.pop(request.request_id, None)
-        self.num_prompt_tokens -= size or 0
-        return size is not None
 
 
 class Service:
@@ -106,6 +53,8 @@ class Service:
         template: ChatTemplate | None,
         bulk: PromptEncoder | None = None,
         metrics: Metrics | None = None,
+        policies: Policies | None = None,
+        shared_prefixes: SharedPrefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -124,10 +73,13 @@ class Service:
         self.probe: ProbeView = NO_PROBE
         self._clock = clock
         self._is_draining = False
-        self._waiting = _Waiting()
-        self._drain_rate = DrainRate()
         self._log = RequestLog()
         self._make_generation: type[Generation] = Generation
+        self._shared_prefixes = shared_prefixes or SharedPrefixes()
+        self.admission = AdmissionControl(
+            config.admission, engine=engine, policies=policies or SamePolicy(), clock=clock
+        )
+        self.metrics.add(LoadMetrics(self.admission, engine).metrics)
 
     # State
 
@@ -145,6 +97,10 @@ class Service:
     def queue_depth(self) -> int:
         """Requests that wait for a row of the step."""
         return self.engine.queue_depth
+
+    def now_s(self) -> float:
+        """Of the clock of deadlines and budgets."""
+        return self._clock()
 
     def token_bytes(self, token_id: int) -> bytes:
         table = self._tokenizer.token_bytes
@@ -206,40 +162,59 @@ class Service:
             revision=self.config.revision,
             shows_date=bool(self._template and self._template.shows_date),
             probe=self.probe.as_json(),
+            first_token_ms=self.config.first_token_ms,
         )
 
     # Requests
 
     async def start(
-        self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "", expected: Sequence[str] = ()
+        self,
+        endpoint: Endpoint | str,
+        body: Mapping[str, object],
+        *,
+        tenant: str = "",
+        terms: Terms | None = None,
+        expected: Sequence[str] = (),
     ) -> Job:
-        """Admit and submit one request. expected: what the client wants of the contract, see ``core.contract``.
+        """Admit and submit one request. terms: None = those of the tenant, from now on. expected: what the client wants
+        of the contract, see ``core.contract``.
 
         Raises ApiError. Cancelling the caller before it returns starts nothing."""
+        terms = terms or Terms(arrival_s=self._clock())
         try:
-            job = await self._start(_known(endpoint), body, tenant, expected)
+            job = await self._start(_known(endpoint), body, tenant, terms, expected)
         except ApiError as error:
             self.metrics.refused(error.code)
+            self.admission.refusals[error.code] += 1
             self._log.refused(error, tenant, self._clock())
             raise
+        self.metrics.started(job)
         self._log.accepted(job, tenant, self._clock())
         return job
 
-    async def _start(self, endpoint: Endpoint, body: Mapping[str, object], tenant: str, expected: Sequence[str]) -> Job:
+    async def _start(
+        self, endpoint: Endpoint, body: Mapping[str, object], tenant: str, terms: Terms, expected: Sequence[str]
+    ) -> Job:
         ready = self._require_ready()
         self.check_expected(expected)
         parsed = parse_body(endpoint, body, allow_unknown=self.config.allow_unknown_fields)
         self.require_model(parsed.model)
-        num_choices = max(1, len(parsed.prompts))
-        self._require_room(num_choices, 0)
-        requests = await self.preparation.requests(parsed, self._admission(ready, parsed, num_choices, tenant))
-        served = self.contract_of(self._require_ready())
-        self.check_expected(expected)  # Another engine may run by now.
-        self._require_room(num_choices, sum(len(request.prompt_ids) for request in requests))
-        queue_depth = self.queue_depth
-        ignored = parsed.options.ignored_fields + self.preparation.unread_fields(parsed.chat)
-        generations = tuple(self._generation(index, request, parsed) for index, request in enumerate(requests))
-        self._submit(generations)
+        sizes = self.preparation.sizes(parsed)
+        against = self._admission(ready, parsed, len(sizes), tenant)
+        admitted = self.admission.accept(parsed, sizes, against.request_ids, ready=ready, tenant=tenant, terms=terms)
+        try:
+            requests = await self._prepared(parsed, sizes, against, admitted)
+            served = self.contract_of(self._require_ready())
+            self.check_expected(expected)  # Another engine may run by now.
+            queue_depth = self.queue_depth
+            ignored = parsed.options.ignored_fields + self.preparation.unread_fields(parsed.chat)
+            generations = tuple(
+                self._generation(index, request, parsed, admitted.deadline_s) for index, request in enumerate(requests)
+            )
+            self._submit(generations)
+        except BaseException:
+            self.admission.abandon(admitted)
+            raise
         return Job(
             request_id=f"req_{secrets.token_hex(16)}",
             endpoint=endpoint,
@@ -249,6 +224,27 @@ class Service:
             contract=served.fingerprint,
             options=replace(parsed.options, ignored_fields=ignored),
             generations=generations,
+        )
+
+    async def _prepared(
+        self, parsed: ParsedBody, sizes: tuple[int, ...], against: Admission, admitted: Admitted
+    ) -> tuple[Request, ...]:
+        """Rendered, tokenized and counted; given up at the deadline."""
+        left_s = None if admitted.deadline_s is None else max(0.0, admitted.deadline_s - self._clock())
+        try:
+            async with asyncio.timeout(left_s):
+                requests = await self.preparation.requests(parsed, sizes, against)
+        except TimeoutError:
+            raise deadline_exceeded() from None
+        return self.admission.tokenized(admitted, parsed, sizes, requests, self._require_ready())
+
+    def _namespace(self, ready: Ready, tenant: str) -> bytes:
+        return cache_namespace(
+            model_hash=ready.model_hash,
+            tokenizer_hash=self._tokenizer.content_hash,
+            template_hash=self._template_hash,
+            kv_dtype=ready.kv_dtype,
+            tenant=tenant,
         )
 
     def _admission(self, ready: Ready, parsed: ParsedBody, num_choices: int, tenant: str) -> Admission:
@@ -261,19 +257,15 @@ class Service:
                 num_usable_pages=ready.num_pages - 1,
                 eos_ids=self.config.eos_ids,
             ),
-            namespace=cache_namespace(
-                model_hash=ready.model_hash,
-                tokenizer_hash=self._tokenizer.content_hash,
-                template_hash=self._template_hash,
-                kv_dtype=ready.kv_dtype,
-                tenant=tenant,
-            ),
+            namespace=self._namespace(ready, tenant),
             tenant=tenant,
             request_ids=tuple(self.engine.next_request_id() for _ in range(num_choices)),
             seeds=tuple(secrets.randbits(63) if draw_seed else parsed.sampling.seed for _ in range(num_choices)),
+            shared_namespace=self._namespace(ready, ""),
+            shared_prefixes=self._shared_prefixes,
         )
 
-    def _generation(self, index: int, request: Request, parsed: ParsedBody) -> Generation:
+    def _generation(self, index: int, request: Request, parsed: ParsedBody, deadline_s: float | None) -> Generation:
         tokenizer = self._tokenizer
         return self._make_generation(
             index=index,
@@ -283,19 +275,24 @@ class Service:
                 StopMatcher(parsed.stop, parsed.include_stop, min_tokens=parsed.min_tokens),
             ),
             token_bytes=tokenizer.token_bytes,
-            cancel_engine=self.engine.cancel,
+            cancel_engine=self._cancel,
             watcher=self,
             keep_token_ids=parsed.options.return_token_ids,
             include_stop=parsed.include_stop,
+            drops_output=not parsed.generate,
+            deadline_s=deadline_s,
             pacing=parsed.options.pacing,
             clock=self._clock,
         )
+
+    def _cancel(self, request_id: RequestId, reason: CancelReason) -> None:
+        self.metrics.cancelled(reason)
+        self.engine.cancel(request_id, reason)
 
     def _submit(self, generations: tuple[Generation, ...]) -> None:
         try:
             for generation in generations:
                 self.engine.submit(generation.request, generation.on_event)
-                self._waiting.add(generation.request)
                 self.metrics.accepted()
         except EngineUnavailable:
             for generation in generations:
@@ -321,37 +318,22 @@ class Service:
                 param="model",
             )
 
-    def _require_room(self, num_new: int, num_prompt_tokens: int) -> None:
-        config, waiting = self.config, self._waiting
-        num_waiting = len(waiting.prompt_tokens)
-        excess = num_waiting + num_new - config.max_queued_requests
-        excess_tokens = waiting.num_prompt_tokens + num_prompt_tokens - config.max_queued_prompt_tokens
-        if excess <= 0 and (excess_tokens <= 0 or not num_waiting):
-            return
-        limit = f"{config.max_queued_requests} requests or {config.max_queued_prompt_tokens} prompt tokens"
-        raise ApiError(
-            ErrorCode.QUEUE_FULL,
-            f"The queue is full: at most {limit} may wait. Retry later.",
-            retry_after_ms=self._drain_rate.retry_after_ms(max(1, excess), self._clock()),
-        )
-
     # Watching generations
 
     def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None:
+        self.admission.on_token(generation, now_s)
         if previous_s is None:
-            self._left_queue(generation.request, now_s)
             self.metrics.first_token(now_s - generation.created_s)
         else:
             self.metrics.next_token(now_s - previous_s)
 
     def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
-        self._left_queue(generation.request, now_s)
+        self.admission.on_end(generation, outcome)
         self.metrics.ended(generation, outcome, now_s)
         self._log.ended(generation, outcome, now_s)
 
-    def _left_queue(self, request: Request, now_s: float) -> None:
-        if self._waiting.remove(request):
-            self._drain_rate.on_leave(now_s, others_wait=bool(self._waiting.prompt_tokens))
+    def on_unread_at_deadline(self, generation: Generation) -> None:
+        self.admission.num_unread_at_deadline += 1
 
 
 def _not_ready(what: str) -> ApiError:

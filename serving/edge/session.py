@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from headrace.serving.core.request import CancelReason
+from headrace.serving.core.request import CancelReason, Priority
 from headrace.serving.edge import messages
 from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.keys import Identity
+from headrace.serving.edge.message_parts import SessionLimits
 from headrace.serving.edge.messages import CloseCode
 from headrace.serving.edge.session_host import SessionHost
 from headrace.serving.edge.stream import ReplayBudget, ReplayLog, Stream
+from headrace.serving.edge.terms import parse_priority
 
 ENDED_IDS_KEPT = 256
 """Ids of just ended streams, for which a late cancel is not an error."""
@@ -57,13 +59,15 @@ class Close:
 @dataclass(frozen=True, slots=True)
 class Start:
     """Prepare this request, then call stream.started or stream.fail. expected: what hello and create expect of the
-    contract."""
+    contract. deadline_ms: from now."""
 
     stream: Stream
     endpoint: Endpoint
     body: Mapping[str, Any]
     tenant: str
     expected: tuple[str, ...]
+    deadline_ms: int | None = None
+    priority: Priority | None = None
 
 
 class Session:
@@ -231,7 +235,7 @@ class Session:
                 server=self._config.server,
                 models=self._host.model_names,
                 features=("detach",),
-                limits=messages.SessionLimits(
+                limits=SessionLimits(
                     max_streams=self._config.max_streams,
                     max_frame_bytes=messages.MAX_FRAME_BYTES,
                     max_context=self._host.max_context,
@@ -282,7 +286,8 @@ class Session:
         stream = Stream(message.id, endpoint=endpoint, log=log, owner=self)
         self._live[message.id] = stream
         expected = tuple(filter(None, (self._expected, message.expect_contract)))
-        return Start(stream, endpoint, message.body, self.identity.tenant, expected)
+        priority = None if message.priority is None else parse_priority("priority", message.priority)
+        return Start(stream, endpoint, message.body, self.identity.tenant, expected, message.deadline_ms, priority)
 
     def _why_not(self, identity: Identity) -> ApiError | None:
         if self.state is SessionState.DRAINING:

@@ -1,6 +1,7 @@
 """The step loop: drain inbox, plan, dispatch, collect the previous step, apply, emit."""
 
 import logging
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ from headrace.serving.core.plan import StepPlan, StepResult
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.inbox import Commands, Inbox
-from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
+from headrace.serving.engine.messages import STEP_TOKEN_BOUNDS, Refused, Stats, Step, ToEdge
 from headrace.serving.engine.ports import Clock, EngineFailure, ExpertTokens, Runner, Ticket
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class StepLoop:
         self._failures_in_row = 0
         self._has_failed = False
         self._last_step_id = 0
+        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 2)
         self.blocked_seconds = 0.0
         self.device_seconds = 0.0
 
@@ -144,6 +146,9 @@ class StepLoop:
             events = self._fail(step.plan, outcome, now_s)
         else:
             self._failures_in_row = 0
+            num_tokens = step.plan.num_tokens
+            self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self._step_tokens[-1] += num_tokens
             events = self._scheduler.apply_result(step.plan, outcome, now_s)
         return StepOutput(step_id=step.plan.step_id, events=events)
 
@@ -211,6 +216,7 @@ class StepLoop:
             device_seconds=self.device_seconds,
             host_seconds=host_seconds,
             nonce=nonce,
+            step_tokens=tuple(self._step_tokens),
             expert_tokens=expert_tokens,
         )
 

@@ -101,12 +101,17 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     numerics: dict[str, str] = {}
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds by which steps are counted; those of vLLM's iteration_tokens_total."""
+
+
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Gauges and counters of the engine. Counters only grow while the process lives.
 
     preemptions_swapped, preemptions_recomputed: add up to preemptions. swap_pages_*: host pages. deadline_misses:
     accepted requests that their deadline ended. queued_prompt_tokens: of requests that wait. decode_step_ms,
     prefill_token_ms: of a decode step, and what a prompt token adds to a step, as measured lately; 0 while unknown.
+    step_tokens: steps by their tokens, up to each of STEP_TOKEN_BOUNDS and above, then the sum of tokens; () = no step.
     journal_bytes: None = there is no journal.
     expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
     """
@@ -134,6 +139,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     queued_prompt_tokens: int = 0
     decode_step_ms: float = 0.0
     prefill_token_ms: float = 0.0
+    step_tokens: tuple[int, ...] = ()
     journal_bytes: int | None = None
     journal_stopped: bool = False
     expert_tokens: ExpertTokens | None = None

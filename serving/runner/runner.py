@@ -107,7 +107,11 @@ class JaxRunner:
         Raises: ConfigError where the chosen kernels cannot run a program.
         """
         self._programs, ledger = compile_programs(
-            self._program_list(), self._backend.device, self._compile_log, progress
+            self._program_list(),
+            self._backend.device,
+            self._compile_log,
+            progress,
+            self._backend.deterministic_options if self._config.deterministic else None,
         )
         if self._before_first_run is not None:
             self._before_first_run()

@@ -70,9 +70,9 @@ def test_text_stays_text() -> None:
     stream = io.StringIO()
     try:
         set_up_logging(LogFormat.TEXT, "engine", stream)
-        logging.getLogger("headrace.y").error("hello %s", "x" * 9000)
+        logging.getLogger("headrace.y").error("hello %s", "y" * 9000)
     finally:
         root.handlers = handlers
         root.setLevel(level)
-    assert stream.getvalue().startswith("engine: ERROR: hello xxx")
+    assert stream.getvalue().startswith("engine: ERROR: hello yyy")
     assert len(stream.getvalue()) < MAX_LINE_BYTES + 40

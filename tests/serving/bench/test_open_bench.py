@@ -1,21 +1,30 @@
 """``headrace bench`` in an open loop against the real edge, by both doors; and ``headrace make-workload``."""
 
 import asyncio
+import io
 import json
+import signal
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from headrace.serving.app.bench_keys import read_keys
-from headrace.serving.app.bench_plot import point_of
+from headrace.serving.app.bench_open_report import open_result, print_open
+from headrace.serving.app.bench_plot import point_of, save_open_plot
+from headrace.serving.app.bench_run import stopping
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.bench.native_target import NativeTarget
+from headrace.serving.bench.objective import parse_objective
+from headrace.serving.bench.open_figures import open_figures
 from headrace.serving.bench.open_loop import OpenLoop, OpenRun
 from headrace.serving.bench.openai_target import OpenAITarget
+from headrace.serving.bench.outcome import Outcome
 from headrace.serving.bench.targets import Server
 from headrace.serving.bench.workload_file import PlannedRequest, Prompt, WorkloadFile, load_workload
 from headrace.serving.core.errors import ConfigError
@@ -121,6 +130,36 @@ async def test_a_planned_cancel_reaches_the_server(api: str) -> None:
     ]
 
 
+async def test_an_interrupt_ends_the_plan_and_a_second_one_the_run() -> None:
+    stop = asyncio.Event()
+
+    async def work() -> None:
+        with stopping(stop, Console(quiet=True)):
+            signal.raise_signal(signal.SIGINT)
+            await stop.wait()
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(20)
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(work())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@BOTH
+async def test_what_a_stall_holds_up_is_counted_from_the_planned_starts(api: str) -> None:
+    engine = FakeEngine(auto=False)
+    requests = [replace(REQUEST, at_s=0.15 * number, max_tokens=1) for number in range(4)]
+    async with serving(engine) as server:
+        running = asyncio.create_task(offer(target_of(api, server), *requests))
+        while len(engine.live) < 4:
+            await asyncio.sleep(0.005)
+        engine.step()
+        run = await running
+    # All first tokens come at one moment: who came earlier has waited for longer, by the time between.
+    firsts = [outcome.first_token_ms or 0.0 for outcome in run.outcomes]
+    assert [before - after for before, after in pairwise(firsts)] == pytest.approx([150] * 3, abs=100)
+
+
 async def test_too_few_connections_make_the_client_late_and_it_says_so() -> None:
     engine = FakeEngine(auto=False)
     async with serving(engine) as server:
@@ -133,6 +172,8 @@ async def test_too_few_connections_make_the_client_late_and_it_says_so() -> None
             await asyncio.sleep(0.005)
     on_time, late = sorted(outcome.sent_s - outcome.start_s for outcome in running.result().outcomes)
     assert late > on_time + 0.15
+    first_ms = max(outcome.first_token_ms or 0.0 for outcome in running.result().outcomes)
+    assert first_ms > late * 1000  # it counts as waiting
 
 
 async def test_requests_take_turns_on_sockets_and_a_lost_one_is_opened_again() -> None:
@@ -193,18 +234,40 @@ def test_key_files_that_are_wrong_are_named_without_the_key(text: str, says: str
 async def test_several_runs_have_new_prompts_and_a_spread(tmp_path: Path) -> None:
     engine, file = FakeEngine(), tmp_path / "out.json"
     plan = ("--rate", "50", "--requests", "3", "--prompt-words", "2", "--repeat", "2", "--warmup", "0")
-    outputs = ("--slo", "ttft=20s", "--json", str(file), "--plot", str(tmp_path / "out.svg"))
     async with serving(engine) as server:
-        done = await asyncio.to_thread(invoke, server.base, *plan, *outputs)
+        done = await asyncio.to_thread(invoke, server.base, *plan, "--json", str(file))
     assert done.return_value == 0, done.output
     found = json.loads(file.read_text())
     assert [run["seed"] for run in found["runs"]] == [0, 1]
     assert len({request.prompt_ids for request in engine.submitted}) == 6
-    times = [[round(one["planned_s"], 4) for one in run["requests"]] for run in found["runs"]]
-    assert times[0] == times[1]
+    times = [[one["planned_s"] for one in run["requests"]] for run in found["runs"]]
+    assert times[0] == pytest.approx(times[1], abs=1e-5)
     spread = found["spread"]["first token p50"]
     assert spread["min"] <= spread["median"] <= spread["max"] and "over 2 runs" in done.stdout
-    assert (tmp_path / "out.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_tables_and_pictures_have_what_was_good_and_what_was_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    objective = parse_objective("ttft=1s")
+    server = {"preemptions": 2, "preempted_pages_swapped": 2, "preempted_ms": 30.0}
+    good = Outcome(index=0, planned_s=5.0, sent_s=5.0, first_s=5.1, ended_s=5.2, output_tokens=1, server=server)
+    refused = Outcome(index=1, planned_s=6.0, sent_s=6.0, ended_s=6.1, error="queue_full", is_refused=True)
+    cancelled = Outcome(index=2, planned_s=7.0, sent_s=7.0, ended_s=7.1, is_cancelled=True)
+    run = OpenRun(outcomes=(good, refused, cancelled), start_s=5.0, seconds=2.1, cpu_s=0.1)
+    requests = (REQUEST, replace(REQUEST, at_s=1), replace(REQUEST, at_s=2, cancel_after_s=0.1))
+    workload = WorkloadFile(requests=requests, duration_s=3)
+    figures = [open_figures(run, workload, objective)]
+    result = open_result("http://h", "native", "now", workload, "w.jsonl", None, objective, figures, [run])
+    with (console := Console(file=io.StringIO())).capture() as shown:
+        print_open(result, console)
+    assert "2 preemptions: 2 pages_swapped\n" in shown.get() and "1 of 1 planned cancels were sent" in shown.get()
+    assert "h (native), which has no contract" in shown.get()
+    save_open_plot(result, objective, tmp_path / "out.svg")
+    picture = (tmp_path / "out.svg").read_text()
+    assert "<!-- first token (1) -->" in picture and "<!-- refused (1) -->" in picture
+    assert "objective missed" not in picture and "<!-- ttft ≤ 1000 ms -->" in picture
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_open_plot(result, None, tmp_path / "no" / "out.svg")
 
 
 def test_what_a_picture_shows_of_a_request() -> None:
@@ -247,12 +310,13 @@ def make(*arguments: str) -> Result:
 
 def test_make_workload_writes_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
-    phases = ("--phase", "20:2", "--phase", "100:1", "--tenant", "a=3", "--tenant", "b")
+    phases = ("--phase", "20:2", "--phase", "100:1", "--tenant", "a=3", "--tenant", "b", "--priority", "high")
     prefixes = ("--shared-prefix", "sys=20:0.5", "--cancel-share", "0.2", "--deadline-ms", "900")
     done = make(*phases, *prefixes, "-o", str(path))
     assert done.return_value == 0, done.output
     found = load_workload(path)
     assert found.tenants == ("a", "b") and found.duration_s == 3 and set(found.prefixes) == {"sys"}
+    assert {request.priority for request in found.requests} == {"high"}
     assert f"{len(found.requests)} requests in 3 s" in done.stderr and found.hash[:12] in done.stderr
     written = path.read_text()
     assert make(*phases, *prefixes, "-o", str(path)).return_value == 0 and path.read_text() == written

@@ -51,10 +51,28 @@ async def test_requests_start_when_planned_though_nobody_answers() -> None:
         assert terms.planned_s == run.start_s + request.at_s and 0 <= sent_s - terms.planned_s < 5
         assert target.bodies[index] == workload.body(index)
     terms = target.asked[1][1]
-    assert (terms.tenant, terms.fields) == ("a", {"priority": 2, "deadline_ms": 9})
-    assert terms.cancel_s == pytest.approx(run.start_s + 0.6) and target.asked[0][1].fields == {}
+    assert (terms.tenant, terms.envelope) == ("a", {"priority": 2, "deadline_ms": 9})
+    assert terms.cancel_s == pytest.approx(run.start_s + 0.6) and target.asked[0][1].envelope == {}
     assert seen[0].sent == 0 and seen[0].requests == 4 and seen[0].good is None
     assert run.seconds >= 0.2 and run.cpu_s > 0
+
+
+async def test_a_run_that_is_stopped_keeps_what_was_offered() -> None:
+    workload = WorkloadFile(requests=tuple(planned(at_s) for at_s in (0, 0, 30)), duration_s=60)
+    target = SlowTarget()
+    loop = OpenLoop(workload=workload, target=target)
+    running = asyncio.create_task(loop.run())
+    while len(target.asked) < 2:
+        await asyncio.sleep(0.01)
+    loop.stop.set()
+    await asyncio.sleep(0.05)
+    assert not running.done()  # what runs is waited for
+    target.answer.set()
+    run = await running
+    assert run.stopped_s is not None and 0 < run.stopped_s < 20
+    part = run.offered(workload)
+    assert (len(part.requests), part.duration_s) == (2, run.stopped_s)
+    assert open_figures(run, part, None)["requests"] == 2
 
 
 async def test_warm_up_comes_before_and_has_other_prompts() -> None:

@@ -204,6 +204,7 @@ async def test_it_runs_again_and_what_failed_once_is_out_until_the_engine_starts
         assert "dead" in service.is_ready().reason
         probe.wake()
         assert probe.status == state_of(service) == "pending"
+        await asyncio.sleep(0.03)  # it waits while there is no engine
         engine.state, engine.ready_info, engine.num_restarts = EngineState.READY, ready(), 1
         assert await refusal(service) == "not_ready"  # before the probe has had a turn
         probe.wake()
@@ -247,6 +248,15 @@ async def test_a_late_first_run_is_tried_again_and_a_full_queue_is_no_failure(mo
         engine.auto = True
         engine._task = None
         assert await asyncio.wait_for(probe.wait_judged(), 20) is None
+
+
+async def test_every_copy_of_the_model_gets_a_request() -> None:
+    engine = FakeEngine(reply=REPLY, ready_info=ready(num_lanes=4))
+    service = make_service(engine)
+    probe = probe_of(service, engine, record_of(service))
+    async with running(probe):
+        assert await probe.wait_judged() is None
+    assert len(engine.submitted) == 2 * len(PROMPTS)
 
 
 async def test_a_drain_does_not_wait_for_it() -> None:

@@ -39,6 +39,7 @@ def test_one_stream() -> None:
             },
             "metrics": {
                 "queue_ms": 1.0, "prefill_ms": 2.0, "first_token_ms": 4.0, "decode_ms": 3.0, "preemptions": 0,
+                "preempted_ms": 0.0, "preempted": [], "cached_tokens": 0,
             },
             "contract": "fp_test",
         },

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import random
 import resource
 import stat
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from headrace.serving.core.errors import ConfigError
-from headrace.serving.core.request import CancelReason, RequestId
+from headrace.serving.core.request import CancelReason, Priority, RequestId
 from headrace.serving.engine.journal import (
     AnyRecord,
     Applied,
@@ -93,6 +94,34 @@ def test_a_replay_reproduces_every_plan(recorded: tuple[AnyRecord, ...]) -> None
     assert (report.segments, report.commands) == (1, 10)
     assert report.steps == sum(isinstance(r, Planned) and r.plan is not None for r in recorded) > 20
     assert replay(recorded * 2).segments == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_runs_replay(seed: int) -> None:
+    """Tenants, classes, deadlines, cancels and failing steps, as they come; the clock is moved by the steps."""
+    rng, kept = random.Random(seed), Kept()
+    bench = Bench(kept, num_pages=rng.choice((14, 20, 65)), max_context=52, num_slots=rng.choice((2, 4)))
+    bench.runner.fail_collect = lambda step_id: RuntimeError("planted") if step_id % 23 == 22 else None
+    left = 25
+
+    def script(edge: FakeEdge) -> None:
+        nonlocal left
+        if left and rng.random() < 0.4:
+            left -= 1
+            made = request(30 - left, num_prompt=rng.randrange(1, 30), max_tokens=rng.randrange(1, 20))
+            deadline_ms = rng.choice((None, None, 1e4, 1e5))
+            extra = {"tenant": rng.choice("ab"), "weight": rng.choice((1.0, 3.0)), "deadline_ms": deadline_ms}
+            bench.inbox.submit(replace(made, priority=rng.choice(list(Priority)), **extra))
+        elif rng.random() < 0.1:
+            bench.inbox.cancel(RequestId(rng.randrange(1, 31)), rng.choice(list(CancelReason)))
+        if not left:
+            close_when_idle(edge)
+        bench.inbox.probe(0)  # Something has to happen while nothing runs.
+
+    bench.inbox.probe(0)
+    bench.run(script)
+    report = replay(kept.records)
+    assert report.difference is None and report.steps > 50
 
 
 def altered(records: tuple[AnyRecord, ...], kind: type, change: Callable[[AnyRecord], AnyRecord], nth: int = 0) -> str:
