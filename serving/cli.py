@@ -30,11 +30,8 @@ from headrace.serving.app.options import ServeOptions, default_compile_cache, ho
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
 from headrace.serving.app.replay_command import replay
-<<<<<<< HEAD
 from headrace.serving.app.simulate_command import cost_model, simulate
-=======
 from headrace.serving.app.tenant_flags import LimitOptions, limit_options
->>>>>>> wt-core
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace

@@ -146,10 +146,10 @@ PLANTED: dict[str, tuple[Owner, str, str, str]] = {
     "running requests of a tenant are miscounted": (Tenancies, "release", "sequence.tenant.num_running -= 1", "pass"),
     "virtual time is never lifted": (FairShare, "join", "tenant.served = max(tenant.served, self._floor())", "pass"),
     "weights are ignored": (Tenant, "charge", " / self.weight", ""),
-    "aging is off": (waiting_queue, "waiting_turn", "level_of(sequence, now_s, aging_s)", "sequence.request.priority"),
+    "aging is off": (waiting_queue, "class_level", "int(max(0.0, waited_s) / aging_s)", "0"),
     "nobody yields a slot to another tenant": (planner, "pick_fairness_victim", "return max(over,",
                                                "return None and max(over,"),
-    "queue by class alone": (waiting_queue, "waiting_turn", "sequence.tenant.turn", "0.0"),
+    "queue by class alone": (waiting_queue, "tenant_turn", "head.tenant.turn", "0.0"),
 }  # fmt: skip
 
 BY_FAIRNESS = (
