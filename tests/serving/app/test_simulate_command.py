@@ -60,7 +60,7 @@ def test_a_light_load_is_answered_and_every_file_says_the_same(files: tuple[str,
     paths = [tmp_path / name for name in ("out.csv", "out.json", "out.html")]
     text = run(files, "--csv", str(paths[0]), "--json", str(paths[1]), "--plot", str(paths[2]))
     assert "40 answered, 0 refused, 0 failed" in text and "goodput" in text and "100.0%" in text
-    rows = list(csv.DictReader(paths[0].open()))
+    rows = list(csv.DictReader(paths[0].read_text().splitlines()))
     assert [row["outcome"] for row in rows] == ["length"] * 40
     figures = json.loads(paths[1].read_text())["figures"]
     firsts = sorted(float(row["first_token_ms"]) for row in rows)
@@ -78,4 +78,5 @@ def test_a_short_queue_refuses_with_a_hint_and_replicas_take_more(files: tuple[s
 
 
 def test_a_program_that_was_never_measured_is_named(files: tuple[str, str]) -> None:
-    assert "never measured take the times of others: decode-8 by decode-2" in run(files, "--max-streams", "8")
+    text = run(files, "--max-streams", "8")
+    assert "never measured take the times of others" in text and "decode-8 by decode-2" in text
