@@ -148,7 +148,8 @@ def server_text(server: dict[str, Any]) -> str:
     return (
         f"{server['url']} ({server['api']}): headrace {versions['headrace']}, JAX {versions['jax']}, "
         f"{on['num_devices']} × {on['platform']}:{on['device_kind']}, mesh {on['mesh']}, link {on['link']}; "
-        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, contract {str(contract.get('fingerprint'))[:19]}"
+        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, "
+        f"contract {str(contract.get('fingerprint'))[:19]}"
     )
 
 

@@ -71,6 +71,7 @@ def print_configuration(console: Console, options: ServeOptions, model: ModelCon
         ("access", _access_text(options)),
         ("stopping", f"SIGTERM lets running requests go on for up to {options.drain_s:g} s"),
         ("engine death", _death_text(options)),
+        ("readiness", _readiness_text(options)),
         ("compiled code", engine.compile_cache or "not kept"),
         *(() if engine.journal is None else (("journal", _journal_text(engine.journal)),)),
     )
@@ -133,6 +134,12 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         f"ready after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
+
+
+def _readiness_text(options: ServeOptions) -> str:
+    records = ", ".join(map(str, options.probes)) or "one that comes with Headrace, where it is for this model"
+    otherwise = "without a record not ready" if options.require_probe else "without a record unchecked"
+    return f"by probe record: {records}; every {options.probe_interval_s:g} s; {otherwise}"
 
 
 def _death_text(options: ServeOptions) -> str:

@@ -123,9 +123,11 @@ def choose(given: Sequence[ProbeRecord], shipped: Sequence[ProbeRecord], contrac
 
     Records that the operator gave say what the server must be: when none of them is for its contract, ``differs`` names
     the parts of the nearest one. Shipped records are only looked at when none was given, and one for another contract
-    is none. A record of the very fingerprint goes first.
+    or another kind of device is none: what multiplies float32 in shorter pieces would be off by more than a CPU's
+    tolerance. A record of the very fingerprint goes first.
     """
-    records = tuple(given) or tuple(shipped)
+    device = contract.numerics.get("device")
+    records = tuple(given) or tuple(record for record in shipped if record.numerics.get("device") == device)
     exact = [record for record in records if record.fingerprint == contract.fingerprint]
     fitting = [record for record in records if not binding_differences(record, contract)]
     if exact or fitting:

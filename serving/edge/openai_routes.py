@@ -67,7 +67,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         expected = tuple(Request(scope).headers.getlist(EXPECT_HEADER))
-        self._service.check_expected(expected, EXPECT_HEADER)
+        self._service.refuse_unexpected(expected, EXPECT_HEADER)
         try:
             terms = terms_of_headers(scope["headers"], time.monotonic())
             body = await read_object(scope, receive, max_bytes=self._service.config.max_body_bytes)

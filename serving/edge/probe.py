@@ -274,6 +274,7 @@ class ReadinessProbe:
             log.log(logging.INFO if is_first else logging.DEBUG, "probe passed in %.0f ms", verdict.last_ms)
         elif verdict.status is ProbeStatus.PENDING:
             verdict.why = f"the last run was {result} ({self._config.limit_s:g} s are allowed); it is tried again"
+            log.warning("not ready yet: of the probe %s in %g s", verdict.why, RETRY_S)
         if self._verdict is verdict:
             self._tell(verdict)
 

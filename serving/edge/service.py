@@ -14,7 +14,7 @@ from headrace.model.chat_template import ChatTemplate
 from headrace.model.tokenizer import Tokenizer
 from headrace.serving.core.admission import Limits
 from headrace.serving.core.contract import Contract
-from headrace.serving.core.request import CancelReason, Request
+from headrace.serving.core.request import CancelReason, Request, RequestId
 from headrace.serving.core.text import Detokenizer, OutputText, StopMatcher
 from headrace.serving.edge.admission import AdmissionControl, Admitted
 from headrace.serving.edge.bodies import JobOptions, ParsedBody, parse_body
@@ -149,6 +149,14 @@ class Service:
         if served is not None:
             for text in expected:
                 check_expectation(text, served, param)
+
+    def refuse_unexpected(self, expected: Sequence[str], param: str) -> None:
+        """``check_expected`` ahead of everything else, its refusal counted as one of a request."""
+        try:
+            self.check_expected(expected, param)
+        except ApiError as error:
+            self.metrics.refused(error.code)
+            raise
 
     def contract_document(self) -> JsonObject:
         """Raises: ApiError while no engine is ready, since the engine alone knows most of it."""

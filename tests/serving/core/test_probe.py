@@ -66,6 +66,13 @@ def test_a_record_of_the_very_contract_goes_first() -> None:
     assert choose((), (own,), Contract(PARTS, {})).record is own
 
 
+def test_a_shipped_record_is_for_the_kind_of_device_that_it_was_made_on() -> None:
+    cpu = record(numerics={"device": "cpu:cpu"})
+    assert choose((), (cpu,), Contract(PARTS, {"device": "cpu:cpu", "isa": "other"})).record is cpu
+    assert choose((), (cpu,), Contract(PARTS, {"device": "tpu:TPU v6 lite"})).record is None
+    assert choose((cpu,), (), Contract(PARTS, {"device": "tpu:TPU v6 lite"})).record is cpu
+
+
 @pytest.mark.parametrize("part", [*sorted(PARTS.keys() - UNBOUND_PARTS), "quantization"])
 def test_the_operators_record_names_the_very_part_that_differs(part: str) -> None:
     served = Contract({**PARTS, part: "other"}, {})

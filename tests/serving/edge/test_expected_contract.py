@@ -10,6 +10,7 @@ from headrace.serving.edge.messages import CloseCode
 from tests.serving.edge.fakes import FakeEngine, make_service, open_app, ready
 from tests.serving.edge.live_edge import running_edge
 from tests.serving.edge.session_peer import Host, Peer
+from tests.serving.edge.test_metrics import scrape
 
 OTHER = "fp_" + "0" * 64
 BODY = {"prompt": "hi", "max_tokens": 1}
@@ -43,6 +44,7 @@ async def test_over_http() -> None:
             error = refused.json()["error"]
             assert (refused.status_code, error["code"]) == (412, "contract_mismatch")
             assert error["param"] == "x-headrace-expect-contract" and f"{fingerprint}" in error["message"]
+        assert scrape(service)["headrace_requests_refused_total|contract_mismatch"] == 2
         malformed = (await ask("latest")).json()["error"]
         assert (malformed["code"], malformed["param"]) == ("invalid_value", "x-headrace-expect-contract")
         assert "latest" not in malformed["message"]
