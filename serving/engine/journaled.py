@@ -86,6 +86,11 @@ class JournaledRunner:
         """See ``ports.Runner``."""
         return self._runner.expert_tokens()
 
+    @property
+    def swap_page_seconds(self) -> float | None:
+        """See ``ports.Runner``."""
+        return self._runner.swap_page_seconds
+
     def compiles_after_ready(self) -> int:
         """See ``ports.Runner``."""
         return self._runner.compiles_after_ready()
