@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
-from headrace.serving.core.request import Request, RequestId
+from headrace.serving.core.request import Priority, Request, RequestId
 from headrace.serving.core.simulated_draw import Draw
 from headrace.serving.core.simulated_requests import MAX_OUTPUTS, draw_population, draw_request
 
@@ -103,6 +103,8 @@ def draw_world(seed: int) -> World:
         _arrival(draw, tick, draw_request(draw, RequestId(i), people), horizon * step_us)
         for i, tick in enumerate(ticks)
     )
+    if Draw(seed ^ 0xC1A55).chance(12):
+        arrivals = _in_classes(arrivals)
     return World(
         seed=seed,
         config=config,
@@ -115,6 +117,15 @@ def draw_world(seed: int) -> World:
         token_us=token_us,
         stall_ticks=draw.pick((20, 60, 200)),
     )
+
+
+def _in_classes(arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """The lowest class has all slots when the highest comes."""
+    half = len(arrivals) // 2
+    low = tuple(replace(a, tick=0, request=replace(a.request, priority=Priority.LOW)) for a in arrivals[:half])
+    late = 6 + max(arrival.tick for arrival in arrivals) // 4
+    high = tuple(replace(a, tick=late, request=replace(a.request, priority=Priority.HIGH)) for a in arrivals[half:])
+    return low + high
 
 
 def _arrival_ticks(draw: Draw, num_requests: int, is_crowded: bool) -> list[int]:

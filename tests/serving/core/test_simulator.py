@@ -40,7 +40,7 @@ AT_LEAST = {
     "preempted: pages, swapped": 30,
     "preempted: pages, recomputed": 100,
     "preempted: fairness, recomputed": 5,
-    "preempted: priority, recomputed": 5,
+    "preempted: priority, recomputed": 3,
     "preempted: forced, recomputed": 15,
     "preempted: forced, swapped": 10,
     "pages swapped out": 100,
