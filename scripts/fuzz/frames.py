@@ -177,8 +177,8 @@ def _is_object(text: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FrameCase:
-    """pieces: what is sent, each followed by its pause in seconds. is_cut: the last frame lacks its end, so that a close
-    frame behind it would be part of it."""
+    """pieces: what is sent, each followed by its pause in seconds. is_cut: the last frame lacks its end, so that a
+    close frame behind it would be part of it."""
 
     pieces: tuple[tuple[bytes, float], ...]
     outcome: Outcome

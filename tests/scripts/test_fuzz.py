@@ -34,7 +34,7 @@ async def test_broken_connections_end_as_the_model_says_and_the_server_goes_on()
         except Exception as error:
             raise AssertionError(f"case {number}: {error!r} after {sent}") from error
 
-    async with running_edge(limits={"linger_s": 0.05}) as edge:
+    async with running_edge() as edge:
         for start in range(0, NUM_CONNECTIONS, 10):
             await asyncio.gather(*(play(number) for number in range(start, start + 10)))
         async with edge.opened() as client:
