@@ -2,6 +2,8 @@
 # make test             set everything up and run the tests          (TESTS="tests/serving/core -k pages" picks some)
 # make lint             ruff and mypy
 # make check-NAME       a heavier bar; writes evidence/NAME.json      (make checks lists them)
+# make simulate         seeds of the simulator: SEEDS=20000 SEED0=0, and 1,000 of fairness and of isolation; shrinks what fails
+# make simulate-bugs    which seeds find which planted bug     (ARGS=--update renews the list that the tests start from)
 # make aot-tpu          compile all kernels and whole steps for absent TPUs (ARGS="--chips v6e --only decode …"; --help)
 # make aot-cuda         the same for an absent H100 and H200        (ARGS="--chips h100 --only decode …"; --help)
 # make check-plan       headrace plan by both compilers, against public measurements
@@ -12,6 +14,9 @@
 PYTHON ?= python3
 ARGS ?=
 TESTS ?=
+SEEDS ?= 20000
+SEED0 ?= 0
+SPECIAL_SEEDS ?= $(if $(filter-out 1,$(SEEDS)),1000,0)
 
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 python_version := $(call version,$(PYTHON))
@@ -22,12 +27,15 @@ VENV ?= .venv-$(python_version)
 endif
 BIN := $(VENV)/bin
 
-CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts fuzz cancels \
-  memory-slope
+CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
+CHECKS += journal fuzz cancels memory-slope
+CHECKS += overload fairness
+CHECKS += simulation isolation
+CHECKS += probe
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan autobahn checks venv venv-dev clean $(CHECKS:%=check-%)
+.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan autobahn checks venv venv-dev clean simulate simulate-bugs $(CHECKS:%=check-%)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -65,6 +73,15 @@ typecheck: venv-dev
 
 protocol: venv-dev
 	$(BIN)/python scripts/make_protocol.py
+
+simulate: venv-dev
+	@mkdir -p evidence
+	$(BIN)/python -m scripts.simulate --seeds $(SEEDS) --seed0 $(SEED0) --fairness $(SPECIAL_SEEDS) \
+	  --isolation $(SPECIAL_SEEDS) --out evidence/simulate.json $(ARGS)
+
+simulate-bugs: venv-dev
+	@mkdir -p evidence
+	$(BIN)/python -m scripts.simulate_bugs --out evidence/simulate-bugs.json $(ARGS)
 
 # libtpu, the TPU's compiler, comes with the tpu extra, at the version that jax[tpu] pins.
 aot-tpu: python

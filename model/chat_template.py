@@ -58,6 +58,8 @@ class ChatTemplate:
         """Names that ``variables`` of ``render_ids`` may have: those that the template reads."""
         self.unread_fields: tuple[str, ...] = tuple(name for name in TOOL_FIELDS if name not in source)
         """Fields of messages that the template does not show to the model."""
+        self.shows_date: bool = "strftime_now" in source
+        """Whether prompts can depend on the day of the start."""
         self.content_hash: str = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
     def render_ids(

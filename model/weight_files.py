@@ -8,11 +8,11 @@ import functools
 import hashlib
 import json
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Protocol, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -98,6 +98,12 @@ class WeightFiles:
         return {name: digest for leaves in self._leaves.values() for name, _, _, digest in leaves}
 
     @property
+    def stored_types(self) -> Mapping[str, int]:
+        """How many tensors (or experts' parts) of each type were read so far, such as Q4_1 or BF16."""
+        unique = {leaf for leaves in self._leaves.values() for leaf in leaves}
+        return dict(sorted(Counter(dtype for _, dtype, _, _ in unique).items()))
+
+    @property
     def model_hash(self) -> str:
         """See ``LoadedModel``. Every weight must have been streamed."""
         if missing := self.specs.keys() - self._leaves.keys():
@@ -162,8 +168,21 @@ def ahead(
 
 def hash_of(config: ModelConfig, leaves: set[Leaf]) -> str:
     """SHA-256 in hex over the configuration and every stored tensor."""
-    root = json.dumps({"config": asdict(config), "tensors": sorted(leaves)}, sort_keys=True)
+    root = json.dumps({"config": _stated(config), "tensors": sorted(leaves)}, sort_keys=True)
     return hashlib.sha256(root.encode()).hexdigest()
+
+
+def config_hash(config: ModelConfig) -> str:
+    """SHA-256 in hex over the configuration alone."""
+    return hashlib.sha256(json.dumps(_stated(config), sort_keys=True).encode()).hexdigest()
+
+
+def _stated(value: Any) -> Any:
+    """Fields that are not at their defaults, so that a field which a later version adds changes no hash."""
+    if not is_dataclass(value):
+        return value
+    given = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
+    return {name: _stated(found) for name, (found, default) in given.items() if found != default}
 
 
 def _blocks(spec: ParamSpec, tensor: StoredTensor, out: np.ndarray) -> Iterator[tuple[StoredTensor, np.ndarray]]:

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts import aot_progress, evidence
-from tests.aot import cuda_faults, cuda_jobs, matrix, steps, workers
+from tests.aot import cuda_faults, cuda_jobs, matrix, steps, swaps, workers
 from tests.aot.outcome import Outcome
 from tests.aot.workers import Named
 
 CHIPS = ("h100", "h200")
-PARTS = ("matrix", "faults", "steps")
+PARTS = ("matrix", "faults", "steps", "swaps")
 PTXAS_PACKAGE, PTXAS_VERSION = "nvidia-cuda-nvcc-cu12", "12.9.86"
 
 
@@ -68,11 +68,13 @@ def _arguments() -> argparse.Namespace:
 
 def _jobs(args: argparse.Namespace) -> dict[str, list[Named]]:
     entries = [e for e in matrix.entries(tuple(args.chips)) if args.only.search(e.name)]
+    copies = [s for s in swaps.swaps(args.chips) if args.only.search(s.name)]
     whole = [s for s in steps.whole_steps(tuple(args.chips)) if args.only.search(s.name)]
     jobs = {
         "matrix": [Named(name=e.name, job=functools.partial(cuda_jobs.entry, e)) for e in entries],
         "faults": [Named(name=n, job=functools.partial(cuda_jobs.fault, n)) for n in cuda_faults.FAULTS],
         "steps": [Named(name=s.name, job=functools.partial(cuda_jobs.step, s)) for s in whole],
+        "swaps": [Named(name=s.name, job=functools.partial(cuda_jobs.swap, s)) for s in copies],
     }
     return {part: of_part for part, of_part in jobs.items() if part in args.parts}
 

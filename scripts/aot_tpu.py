@@ -23,11 +23,12 @@ from tests.aot.decode_cost import DecodeCost, decode_cost
 from tests.aot.matrix import Entry, Operation
 from tests.aot.outcome import Outcome
 from tests.aot.steps import whole_steps
+from tests.aot.swaps import swaps
 from tests.aot.tpu_faults import FAULTS
 from tests.aot.workers import Named
 
 TPUS = tuple(chip.name for chip in CHIPS.values() if chip.implementation is Implementation.TPU)
-PARTS = ("matrix", "faults", "steps")
+PARTS = ("matrix", "faults", "steps", "swaps")
 COSTED = ("v6e decode bf16 D128 K8 W128", "v6e decode int8 D128 K8 W128")
 SHOWN_BYTES = 1 << 20
 
@@ -97,6 +98,9 @@ def _jobs(args: argparse.Namespace, entries: dict[str, Entry]) -> dict[str, list
     if "steps" in args.parts:
         steps = [step for step in whole_steps(args.chips) if args.only.search(step.name)]
         jobs["steps"] = [Named(name=step.name, job=functools.partial(tpu_jobs.step, step)) for step in steps]
+    if "swaps" in args.parts:
+        found = [swap for swap in swaps(args.chips) if args.only.search(swap.name)]
+        jobs["swaps"] = [Named(name=swap.name, job=functools.partial(tpu_jobs.swap, swap)) for swap in found]
     return jobs
 
 

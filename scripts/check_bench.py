@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.serving.bench.closed_loop import run as run_closed_loop
+from headrace.serving.bench.native_target import NativeTarget
 from headrace.serving.bench.outcome import summarize
-from headrace.serving.bench.targets import NativeTarget, Server, contract_of
+from headrace.serving.bench.targets import Server, contract_of
 from headrace.serving.bench.workload import Workload
 from scripts import evidence
 from scripts.check_load import metrics

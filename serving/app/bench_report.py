@@ -16,7 +16,8 @@ from headrace.serving.bench.outcome import PERCENTILES, Outcome
 from headrace.serving.bench.workload import Workload
 from headrace.serving.core.errors import ConfigError
 
-FORMAT = "headrace-bench/1"
+FORMAT = "headrace-bench/2"
+MISSED = {"answer": "not answered"}
 LATENCIES = {
     "first_token": "first token",
     "inter_token": "between tokens",
@@ -35,36 +36,63 @@ def result_of(
 ) -> dict[str, Any]:
     """contract: ``/v1/contract`` as the server gave it, None for a server that has none."""
     origin = min((outcome.sent_s for outcome in outcomes), default=0.0)
-
-    def at(seconds: float | None) -> float | None:
-        return None if seconds is None else round(seconds - origin, 6)
-
     return {
         "format": FORMAT,
+        "loop": "closed",
         "started": started,
         "workload": {**asdict(workload), "arrivals": "closed", "hash": workload.hash},
-        "client": {
-            "headrace": version("headrace"),
-            "python": platform.python_version(),
-            "httpx": version("httpx"),
-            "websockets": version("websockets"),
-        },
+        "client": client_versions(),
         "server": {"url": base, "api": api, "contract": contract},
         "figures": figures,
-        "requests": [
-            {
-                "index": outcome.index,
-                "sent_s": at(outcome.sent_s),
-                "first_s": at(outcome.first_s),
-                "ended_s": at(outcome.ended_s),
-                "prompt_tokens": outcome.prompt_tokens,
-                "cached_tokens": outcome.cached_tokens,
-                "output_tokens": outcome.output_tokens,
-                "error": outcome.error,
-            }
-            for outcome in outcomes
-        ],
+        "requests": [record_of(outcome, origin) for outcome in outcomes],
     }
+
+
+def client_versions() -> dict[str, str]:
+    """What asked."""
+    return {
+        "headrace": version("headrace"),
+        "python": platform.python_version(),
+        "httpx": version("httpx"),
+        "websockets": version("websockets"),
+    }
+
+
+def record_of(outcome: Outcome, origin_s: float) -> dict[str, Any]:
+    """Of one request, for JSON. origin_s: the monotonic second from which its times count. Latencies in ms count from
+    the planned start, where there is one. pauses_ms: between pieces of output; gaps_ms: between tokens, where pieces
+    had several. request_id and server: the server's name of it, and what it says of it."""
+
+    def at(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds - origin_s, 6)
+
+    def ms(value: float | None) -> float | None:
+        return None if value is None else round(value, 3)
+
+    found = {
+        "index": outcome.index,
+        "planned_s": at(outcome.planned_s),
+        "sent_s": at(outcome.sent_s),
+        "first_s": at(outcome.first_s),
+        "ended_s": at(outcome.ended_s),
+        "first_token_ms": ms(outcome.first_token_ms),
+        "mean_gap_ms": ms(outcome.mean_gap_ms),
+        "whole_ms": ms(outcome.whole_ms),
+        "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
+        "output_tokens": outcome.output_tokens,
+        "error": outcome.error,
+        "is_refused": outcome.is_refused,
+        "is_cancelled": outcome.is_cancelled,
+        "retry_after_ms": outcome.retry_after_ms,
+        "tenant": outcome.tenant,
+        "request_id": outcome.request_id,
+        "server": {name: ms(value) for name, value in outcome.server.items()},
+        "pauses_ms": [ms(pause) for pause in outcome.pauses_ms],
+    }
+    if outcome.gaps_ms != outcome.pauses_ms:
+        found["gaps_ms"] = [ms(gap) for gap in outcome.gaps_ms]
+    return found
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
@@ -76,7 +104,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         f"tokens, temperature {work['temperature']:g}, seed {work['seed']}; workload {work['hash'][:12]}",
         highlight=False,
     )
-    console.print(_server_text(result["server"]), highlight=False)
+    console.print(server_text(result["server"]), highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("ms", "mean", *(f"p{p}" for p in PERCENTILES), "of"):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
@@ -93,12 +121,26 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         f"{figures['cached_tokens']:,} were cached, {figures['requests_per_s']:.2f} requests/s",
         highlight=False,
     )
+    if "goodput" in figures:
+        console.print(goodput_text(figures["goodput"]), style="bold", highlight=False)
     if figures["failed"]:
         kinds = ", ".join(f"{count} {code}" for code, count in figures["errors"].items())
         console.print(f"{figures['failed']} of {figures['requests']} failed: {kinds}", style="red", highlight=False)
 
 
-def _server_text(server: dict[str, Any]) -> str:
+def goodput_text(good: dict[str, Any]) -> str:
+    """In a line, with its interval and what was missed."""
+    low, high = good["share_interval"]
+    low_s, high_s = good["per_s_interval"]
+    missed = ", ".join(f"{count:,} {MISSED.get(name, name)}" for name, count in good["missed"].items())
+    return (
+        f"goodput under {good['slo']}: {good['per_s']:.3g}/s (95%: {low_s:.3g} to {high_s:.3g}), {good['share']:.1%} "
+        f"({low:.1%} to {high:.1%}) of {good['of']:,}; missed: {missed or 'nothing'}"
+    )
+
+
+def server_text(server: dict[str, Any]) -> str:
+    """What was measured, in a line."""
     contract = server["contract"]
     if contract is None:
         return f"{server['url']} ({server['api']}), which has no contract: what it runs on is not known"
@@ -106,7 +148,8 @@ def _server_text(server: dict[str, Any]) -> str:
     return (
         f"{server['url']} ({server['api']}): headrace {versions['headrace']}, JAX {versions['jax']}, "
         f"{on['num_devices']} × {on['platform']}:{on['device_kind']}, mesh {on['mesh']}, link {on['link']}; "
-        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, contract {contract.get('fingerprint')}"
+        f"{runs['dtype']}, KV {runs['kv_dtype']}, model {runs['model']:.12}, "
+        f"contract {str(contract.get('fingerprint'))[:19]}"
     )
 
 
@@ -126,6 +169,8 @@ def check_writable(path: Path) -> None:
 def write_json(path: Path, result: dict[str, Any]) -> None:
     """Raises: ConfigError where it cannot be written."""
     try:
-        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(result))
+            file.write("\n")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error

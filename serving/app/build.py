@@ -5,16 +5,19 @@ pages) is known in the engine process alone, which reports it when it is ready.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from headrace.model.config import ModelConfig
+from headrace.serving.app.logs import LogFormat
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
 from headrace.serving.engine.host_messages import HostPlace
+from headrace.serving.engine.journal_file import JournalOptions
 from headrace.serving.engine.link import encode_frame
 from headrace.serving.engine.messages import Topology
 from headrace.serving.engine.ports import Hosts, Progress, Runner
@@ -60,8 +63,8 @@ class EngineOptions:
     pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
     num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
     of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. hosts: this host's
-    place among several that serve one model together; None = it is alone. interpret: tests only, no command-line option
-    leads here: kernels run in Pallas's plain interpreter, on any device.
+    place among several that serve one model together; None = it is alone. journal: None = none. interpret: tests only,
+    no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
     """
 
     model: str
@@ -83,6 +86,8 @@ class EngineOptions:
     max_queued_prompt_tokens: int = 524_288
     compile_cache: str | None = None
     hosts: HostPlace | None = None
+    journal: JournalOptions | None = None
+    log_format: LogFormat = LogFormat.TEXT
     interpret: bool = False
     fake: FakeOptions | None = None
 
@@ -114,7 +119,8 @@ class ResolvedEngine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
-    weights and products. weights: how the matrices of products lie in memory."""
+    weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
+    ``Ready``. numerics: of device and libraries; ``numerics_of`` adds the shapes of programs."""
 
     runner: Runner
     resolved: ResolvedEngine
@@ -125,6 +131,10 @@ class BuiltEngine:
     dtype: str
     mesh: str = "tensor=1"
     weights: str = "native"
+    family: str = ""
+    architecture: str = ""
+    stored_types: Mapping[str, int] = field(default_factory=dict)
+    numerics: Mapping[str, str] = field(default_factory=dict)
 
 
 def mesh_shape(options: EngineOptions) -> MeshShape:

@@ -11,8 +11,10 @@ from rich.table import Table
 from headrace.model.config import ModelConfig
 from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.options import ServeOptions
+from headrace.serving.app.tenant_flags import LimitOptions
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.engine.host_messages import HostPlace
+from headrace.serving.engine.journal_file import JournalOptions
 from headrace.serving.engine.messages import ProgramInfo, Ready
 
 
@@ -64,11 +66,14 @@ def print_configuration(console: Console, options: ServeOptions, model: ModelCon
         ("asked for", _wishes_text(engine)),
         ("steps", _steps_text(engine)),
         ("queue", _queue_text(engine)),
+        ("limits", _limits_text(options.limits)),
         *(() if engine.hosts is None else (("hosts", _hosts_text(engine.hosts)),)),
         ("access", _access_text(options)),
         ("stopping", f"SIGTERM lets running requests go on for up to {options.drain_s:g} s"),
         ("engine death", _death_text(options)),
+        ("readiness", _readiness_text(options)),
         ("compiled code", engine.compile_cache or "not kept"),
+        *(() if engine.journal is None else (("journal", _journal_text(engine.journal)),)),
     )
 
 
@@ -86,6 +91,10 @@ def print_follower(console: Console, engine: EngineOptions, place: HostPlace, na
         ("engine death", "of any rank ends all"),
         ("compiled code", engine.compile_cache or "not kept"),
     )
+
+
+def _journal_text(journal: JournalOptions) -> str:
+    return f"{journal.path}, up to {journal.limit_bytes:,} bytes: the ids of all prompts and answers"
 
 
 def _hosts_text(place: HostPlace) -> str:
@@ -125,6 +134,12 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         f"ready after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
+
+
+def _readiness_text(options: ServeOptions) -> str:
+    records = ", ".join(map(str, options.probes)) or "one that comes with Headrace, where it is for this model"
+    otherwise = "without a record not ready" if options.require_probe else "without a record unchecked"
+    return f"by probe record: {records}; every {options.probe_interval_s:g} s; {otherwise}"
 
 
 def _death_text(options: ServeOptions) -> str:
@@ -220,6 +235,21 @@ def _steps_text(engine: EngineOptions) -> str:
 
 def _queue_text(engine: EngineOptions) -> str:
     return f"at most {engine.max_queued_requests:,} requests and {engine.max_queued_prompt_tokens:,} prompt tokens wait"
+
+
+def _limits_text(limits: LimitOptions) -> str:
+    objective = "first tokens without an objective"
+    if limits.first_token_ms is not None:
+        objective = f"first tokens within {limits.first_token_ms:,} ms by estimate, or refused"
+    named = (
+        ("streams", limits.max_live_streams),
+        ("tokens in flight", limits.max_tokens_in_flight),
+        ("live pages", limits.max_live_pages),
+    )
+    most = "".join(f"; at most {value:,} {name}" for name, value in named if value is not None)
+    tenants = "all tenants alike" if limits.tenants is None else f"tenants as in {limits.tenants}"
+    shared = "" if limits.shared_prefixes is None else f"; shared prefixes of {limits.shared_prefixes}"
+    return f"{objective}{most}; {tenants}{shared}"
 
 
 def _access_text(options: ServeOptions) -> str:

@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import msgspec
 
 from headrace.model.errors import ModelFileError
 from headrace.serving.app.build import BuiltEngine, build_engine, decode_options
 from headrace.serving.app.hosts import find_hosts, run_follower
+from headrace.serving.app.logs import LogFormat, set_up_logging
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.engine import Engine, StepLoop, describe
@@ -32,6 +34,8 @@ from headrace.serving.engine.host_follower import Follower
 from headrace.serving.engine.host_leader import Leader
 from headrace.serving.engine.host_messages import HostsError
 from headrace.serving.engine.inbox import Inbox
+from headrace.serving.engine.journal_file import JournalFile, JournalOptions
+from headrace.serving.engine.journaled import JournaledRunner, JournaledScheduler, header
 from headrace.serving.engine.leader_runner import LeaderRunner
 from headrace.serving.engine.lifecycle import SystemClock
 from headrace.serving.engine.link import EngineLink, LinkClosed, LinkError, decode_to_engine
@@ -62,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     faulthandler.enable()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="engine: %(levelname)s: %(message)s")
+    set_up_logging(LogFormat.TEXT, "engine")
     logging.getLogger("jax").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description="Engine process of Headrace; started by headrace serve.")
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the link")
@@ -83,6 +87,7 @@ def run(link: EngineLink) -> int:
         if first is None:
             return 0
         options = decode_options(first)
+        set_up_logging(options.log_format, "engine")
         threading.Thread(target=read_commands, args=(bodies, inbox, link), daemon=True, name="link-reader").start()
         started_s = time.monotonic()
 
@@ -101,7 +106,7 @@ def run(link: EngineLink) -> int:
         gc.collect()
         gc.freeze()
         link.send(ready_message(built, programs, time.monotonic() - started_s, hosts))
-        _serve(built, hosts, inbox, link)
+        _serve(built, options.journal, hosts, inbox, link)
         return 0
     except LinkClosed as error:
         log.info("%s", error)
@@ -120,16 +125,29 @@ def run(link: EngineLink) -> int:
         return _fail(link, hosts, describe(error))
 
 
-def _serve(built: BuiltEngine, hosts: Leader | Follower | None, inbox: Inbox, link: EngineLink) -> None:
+def _serve(
+    built: BuiltEngine,
+    journal: JournalOptions | None,
+    hosts: Leader | Follower | None,
+    inbox: Inbox,
+    link: EngineLink,
+) -> None:
     """Until the edge, or the command of a rank above 0, closes the link. Raises: EngineFailure, InvariantError."""
     config, clock = built.resolved.scheduler, SystemClock()
     if isinstance(hosts, Follower):
         run_follower(hosts, built.runner, config.max_steps_in_flight, inbox, link)
         return
     runner: Runner = built.runner if hosts is None else LeaderRunner(built.runner, hosts)
-    loop = StepLoop(Scheduler(config), runner, clock, max_steps_in_flight=config.max_steps_in_flight)
-    with contextlib.suppress(LinkClosed):  # It closed while something was sent: an end like any other.
-        Engine(loop, clock, inbox, link).run()
+    with contextlib.ExitStack() as stack:
+        file, scheduler = None, Scheduler(config)
+        if journal is not None:
+            file = stack.enter_context(contextlib.closing(JournalFile(journal)))
+            file.write(header(config, now_s=clock.now_s(), model_hash=built.model_hash))
+            runner = timed = JournaledRunner(runner, clock)
+            scheduler = JournaledScheduler(config, file, timed, clock)
+        loop = StepLoop(scheduler, runner, clock, max_steps_in_flight=config.max_steps_in_flight)
+        with contextlib.suppress(LinkClosed):  # It closed while something was sent: an end like any other.
+            Engine(loop, clock, inbox, link, file).run()
     if hosts is not None:
         hosts.farewell()
 
@@ -186,7 +204,26 @@ def ready_message(
         num_lanes=config.num_lanes,
         hosts=1 if hosts is None else hosts.num_hosts,
         rank=0 if hosts is None else hosts.rank,
+        family=built.family,
+        architecture=built.architecture,
+        stored_types=dict(built.stored_types),
+        deterministic=config.deterministic,
+        numerics=numerics_of(built),
     )
+
+
+def numerics_of(built: BuiltEngine) -> dict[str, str]:
+    """See ``Ready``. The grid is what chunks of a prompt start on; pages are read in blocks of their size."""
+    config = built.resolved.scheduler
+    return {
+        **built.numerics,
+        "headrace": version("headrace"),
+        "mesh": built.mesh,
+        "decode_rows": ",".join(map(str, config.decode_rows)),
+        "prefill_tokens": ",".join(map(str, config.prefill_tokens)),
+        "chunk_grid": f"{config.chunk_tokens} in blocks of {config.block_tokens}",
+        "page_size": str(config.page_size),
+    }
 
 
 def _fail(link: EngineLink, hosts: Leader | Follower | None, message: str) -> int:

@@ -14,6 +14,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.config_files import read_config
 from headrace.serving.app.build import EngineOptions, check, engine_launch
 from headrace.serving.app.console import ProgressDisplay, print_follower, print_ledger
+from headrace.serving.app.logs import console_for, set_up_logging
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.edge.engine_client import EngineClient, EngineStartError
 from headrace.serving.edge.server import ExitCode, run
@@ -25,7 +26,8 @@ log = logging.getLogger("headrace.serve")
 def run_follower(options: EngineOptions, name: str, console: Console) -> int:
     """Follow rank 0 to its end; the exit code. name: of the model. Raises ConfigError and ModelFileError before
     anything is started."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(options.log_format, "edge")
+    console = console_for(options.log_format, console)
     if options.hosts is None or options.hosts.rank == 0:
         raise ConfigError("--rank must be above 0 for a host without clients")
     model = read_config(options.model)

@@ -6,6 +6,7 @@ import jax
 
 from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import config_on_mesh
+from headrace.model.weight_files import config_hash
 from headrace.serving.app.build import (
     DEFAULT_MEMORY_FRACTION,
     BuiltEngine,
@@ -30,6 +31,7 @@ from headrace.serving.runner.compile_cache import use_compile_cache
 from headrace.serving.runner.distributed import connect, devices_of_hosts, is_here
 from headrace.serving.runner.load import PlacedModel, load_placed
 from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
+from headrace.serving.runner.numerics import numerics_of
 from headrace.serving.runner.runner import JaxRunner
 from headrace.serving.runner.topology import topology_of
 from headrace.sharding.errors import MeshError
@@ -80,6 +82,10 @@ def build_jax_engine(
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
         dtype=backend.dtype.name,
         weights=backend.weights.value,
+        family=model.config.family,
+        architecture=config_hash(model.config),
+        stored_types=model.stored_types,
+        numerics=numerics_of(device),
     )
 
 
@@ -93,6 +99,9 @@ def _agreed(
         "the type of weights": backend.dtype.name,
         "the type of pages": backend.kv_dtype.name,
     }
+    if backend.device is not None:
+        # One contract stands for all ranks, so what fixes bits must be the same on all.
+        facts |= {f"numerics, {name}": value for name, value in numerics_of(backend.device).items()}
     mine = Loaded(
         facts=facts,
         model_hash=model.model_hash,

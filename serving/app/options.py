@@ -7,6 +7,7 @@ from pathlib import Path
 import platformdirs
 
 from headrace.serving.app.build import EngineOptions
+from headrace.serving.app.tenant_flags import LimitOptions
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import HostPlace, parse_address
 
@@ -19,6 +20,10 @@ class ServeOptions:
     allow_origins, allow_hosts: beyond the server's own. unsafe_bind: serve beyond loopback without keys.
     heartbeat_s: between pings on a WebSocket; a client whose pong or TCP acknowledgement is so late is cut off.
     drain_s: how long running requests may go on after SIGTERM. restart_engine: start a dead engine again.
+    probes: files or directories of probe records, one of which the server must match. require_probe: not ready without
+    a record. probe_interval_s, probe_limit_s: between two runs of the probe, and of one run.
+    otlp_endpoint: URL that traces go to; None = none are made.
+    limits: what tenants and all requests together may use.
 
     Raises: ConfigError naming option and remedy.
     """
@@ -38,6 +43,12 @@ class ServeOptions:
     drain_s: float = 30.0
     restart_engine: bool = False
     allow_unknown_fields: bool = False
+    probes: tuple[Path, ...] = ()
+    require_probe: bool = False
+    probe_interval_s: float = 300.0
+    probe_limit_s: float = 60.0
+    otlp_endpoint: str | None = None
+    limits: LimitOptions = LimitOptions()
 
     def __post_init__(self) -> None:
         if self.restart_engine and self.engine.hosts is not None:

@@ -14,7 +14,7 @@ LENGTHS_HELP = "128, uniform:64:256 or lognormal:MEDIAN:SIGMA[:MOST]"
 
 arriving = section("Arrivals")
 lengths = section("Requests")
-who = section("Tenants and prefixes")
+who = section("Tenants, priorities and prefixes")
 output = section("Output")
 
 
@@ -49,6 +49,7 @@ class FormatCommand(SectionCommand):
 @lengths("--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of full length.")
 @lengths("--seed", type=click.IntRange(0), default=0, help="Of arrivals, lengths and prompts.")
 @who("--tenant", "tenants", multiple=True, metavar="NAME=SHARE", help="Of the requests, such as gold=3; several.")
+@who("--priority", "priorities", multiple=True, metavar="NAME=SHARE", help="Such as high=1; several.")
 @who(
     "--shared-prefix",
     "prefixes",
@@ -67,11 +68,13 @@ def make_workload(out: Path, **flags: Any) -> int:
 
     phases = tuple(parse_phase(text) for text in flags.pop("phases"))
     rate, duration_s = flags.pop("rate"), flags.pop("duration_s")
-    tenants = tuple(parse_tenant(text) for text in flags.pop("tenants"))
+    tenants = tuple(parse_share("--tenant", text) for text in flags.pop("tenants"))
+    priorities = tuple(parse_share("--priority", text) for text in flags.pop("priorities"))
     prefixes = parse_prefixes(flags.pop("prefixes"))
     plan = WorkloadPlan(
         phases=phases_of(rate, duration_s, flags["requests"], phases),
         tenants=tenants,
+        priorities=priorities,
         prefixes=prefixes,
         **lengths_of(flags),
         **flags,
@@ -128,12 +131,12 @@ def parse_phase(text: str) -> tuple[float, float]:
     return rate, seconds
 
 
-def parse_tenant(text: str) -> Any:
+def parse_share(option: str, text: str) -> Any:
     """NAME=SHARE. Raises: ConfigError."""
     from headrace.serving.bench.make_workload import Share
 
     name, _, share = text.partition("=")
-    return Share(name=_name("--tenant", text, name), share=_share("--tenant", text, share or "1", 1e9))
+    return Share(name=_name(option, text, name), share=_share(option, text, share or "1", 1e9))
 
 
 def parse_prefixes(texts: tuple[str, ...]) -> tuple[Any, ...]:

@@ -51,9 +51,7 @@ def parse_lengths(text: str, option: str = "length") -> Lengths:
     """128, uniform:64:256, or lognormal:MEDIAN:SIGMA[:MOST] (without MOST at most 16 medians). Raises: ConfigError."""
     found = _LENGTHS.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(
-            f"{text!r} is no length; write 128, uniform:64:256 or lognormal:128:0.5:1024 (the last: most)"
-        )
+        raise ConfigError(f"{option} {text!r} is no length; write 128, uniform:64:256 or lognormal:MEDIAN:SIGMA[:MOST]")
     if found["fixed"] is not None:
         lengths = Lengths(low=int(found["fixed"]), high=int(found["fixed"]))
     elif found["low"] is not None:
@@ -63,9 +61,7 @@ def parse_lengths(text: str, option: str = "length") -> Lengths:
         most = int(found["most"] or round(16 * median))
         lengths = Lengths(low=1, high=most, median=median, sigma=sigma)
         if not 1 <= median <= most or sigma > 5:
-            raise ConfigError(
-                f"{option} {text!r}: a lognormal length has a median of 1 to its most, and a sigma of 0 to 5"
-            )
+            raise ConfigError(f"{option} {text!r}: a lognormal length's median is from 1 to its most, its sigma to 5")
     if not 1 <= lengths.low <= lengths.high <= MAX_LENGTH:
         raise ConfigError(f"{option} {text!r}: a length is from 1 to {MAX_LENGTH:,}, the smaller number first")
     return lengths
@@ -84,8 +80,8 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadPlan:
     """phases: (requests per second, seconds), one after the other. requests: instead of the end of the last phase, None
-    where that counts. is_words: whether prompts are drawn words, else random ids. tenants, prefixes: empty for none.
-    cancel_share: of requests that the client cancels, cancel_after_s after their planned start.
+    where that counts. is_words: whether prompts are drawn words, else random ids. tenants, prefixes and priorities:
+    empty for none. cancel_share: of requests that the client cancels, cancel_after_s after their planned start.
 
     Raises: ConfigError naming the option and its limit.
     """
@@ -98,6 +94,7 @@ class WorkloadPlan:
     is_words: bool = True
     tenants: tuple[Share, ...] = ()
     prefixes: tuple[Share, ...] = ()
+    priorities: tuple[Share, ...] = ()
     deadline_ms: int | None = None
     cancel_share: float = 0.0
     cancel_after_s: float = 1.0
@@ -121,20 +118,28 @@ class WorkloadPlan:
         expected = sum(rate * seconds for rate, seconds in self.phases)
         if self.requests is None and expected > MAX_REQUESTS:
             raise ConfigError(f"{expected:,.0f} requests are planned; a workload has at most {MAX_REQUESTS:,}")
-        for shares in (self.tenants, self.prefixes):
+        for option, value, most in (
+            ("--temperature", self.temperature, 100),
+            ("--seed", self.seed, 2**63 - 1),
+            ("--cancel-share", self.cancel_share, 1),
+            ("--cancel-after", self.cancel_after_s, MAX_TIME_S),
+        ):
+            if not 0 <= value <= most:
+                raise ConfigError(f"{option} is {value:g}; it must be from 0 to {most:,.15g}")
+        for shares in (self.tenants, self.prefixes, self.priorities):
             if shares and sum(share.share for share in shares) <= 0:
-                raise ConfigError("shares of --tenant and --shared-prefix must not all be 0")
+                raise ConfigError("shares of --tenant, --priority and --shared-prefix must not all be 0")
 
 
 def make_workload(plan: WorkloadPlan) -> WorkloadFile:
     """The same plan gives the same workload. Raises: ConfigError where no request falls into the time."""
-    streams = {aspect: random.Random(f"{plan.seed}:{aspect}") for aspect in ("prompt", "answer", "tenant", "prefix")}
-    cancels = random.Random(f"{plan.seed}:cancel")
+    aspects = ("prompt", "answer", "tenant", "prefix", "priority", "cancel")
+    streams = {aspect: random.Random(f"{plan.seed}:{aspect}") for aspect in aspects}
     names = {prefix.name: prefix.length for prefix in plan.prefixes if prefix.name is not None}
     requests = []
-    for at_s in _arrivals(plan):
+    for index, at_s in enumerate(_arrivals(plan)):
         length = plan.prompt.draw(streams["prompt"])
-        is_cancelled = cancels.random() < plan.cancel_share
+        is_cancelled = streams["cancel"].random() < plan.cancel_share
         requests.append(
             PlannedRequest(
                 at_s=at_s,
@@ -142,9 +147,10 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
                 max_tokens=plan.max_tokens.draw(streams["answer"]),
                 tenant=_one_of(plan.tenants, streams["tenant"]),
                 shared_prefix=_one_of(plan.prefixes, streams["prefix"]),
+                priority=_one_of(plan.priorities, streams["priority"]),
                 deadline_ms=plan.deadline_ms,
                 cancel_after_s=plan.cancel_after_s if is_cancelled else None,
-                sampling={"temperature": plan.temperature} | ({"ignore_eos": True} if plan.ignore_eos else {}),
+                sampling=_sampling(plan, index),
             )
         )
     if not requests:
@@ -162,6 +168,16 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
     )
 
 
+def _sampling(plan: WorkloadPlan, index: int) -> dict[str, object]:
+    """Greedy answers need no seed, and some servers refuse one."""
+    found: dict[str, object] = {"temperature": plan.temperature}
+    if plan.temperature > 0:
+        found["seed"] = (plan.seed + index) % (1 << 31)
+    if plan.ignore_eos:
+        found["ignore_eos"] = True
+    return found
+
+
 def describe(plan: WorkloadPlan) -> str:
     """In a line: how it was made."""
     rates = ", then ".join(f"{rate:g} requests/s for {seconds:g} s" for rate, seconds in plan.phases)
@@ -169,7 +185,7 @@ def describe(plan: WorkloadPlan) -> str:
         rates = f"{plan.requests} requests at {plan.phases[0][0]:g}/s"
     kind = "words" if plan.is_words else "ids"
     parts = [f"{rates} ({plan.arrivals})", f"prompts of {plan.prompt} {kind}", f"{plan.max_tokens} new tokens"]
-    for title, shares in (("tenants", plan.tenants), ("prefixes", plan.prefixes)):
+    for title, shares in (("tenants", plan.tenants), ("priorities", plan.priorities), ("prefixes", plan.prefixes)):
         if shares:
             parts.append(f"{title} " + " ".join(f"{each.name or 'none'}={each.share:g}" for each in shares))
     return ", ".join(parts)[:1_000]

@@ -1,8 +1,9 @@
 """What came of one request, and of all of them: rates, percentiles, errors by type."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 MAX_ERROR_TYPES = 20
 """Codes come from servers, which may make one up for every request; the rest are counted together."""
 MAX_CODE_CHARS = 64
+MAX_SERVER_NUMBERS = 32
+"""Of one request, from a server's own metrics."""
 PERCENTILES = (50, 95, 99)
 
 
@@ -18,9 +21,12 @@ class Outcome:
     """Times are seconds of one monotonic clock. first_s: of the first output, None where none came.
 
     error: None, a code of the server's, or one of ours: connection_lost, timeout, no_end (the answer stopped without
-    one), broken_stream (numbers of frames with a gap), http_STATUS. gaps_ms: between tokens. output_tokens: as the
-    server counted them, or pieces of text where it does not say. cached_tokens: of the prompt, that it had already; 0
-    where it does not say.
+    one), broken_stream (numbers of frames with a gap), http_STATUS; not_sent where the client itself was full.
+    is_refused: the error is the server's, before any output, and none of its own faults. is_cancelled: by the client,
+    as planned. gaps_ms: between tokens; pauses_ms: between pieces of output, whatever their tokens. output_tokens: as
+    the server counted them, or pieces of text where it does not say. cached_tokens: of the prompt, that it had already;
+    0 where it does not say. first_tokens: of the first piece. planned_s: None in a closed loop. request_id: the
+    server's; server: its own times and counts of this request, by the names that it gives them.
     """
 
     index: int
@@ -32,6 +38,69 @@ class Outcome:
     cached_tokens: int = 0
     output_tokens: int = 0
     gaps_ms: tuple[float, ...] = ()
+    pauses_ms: tuple[float, ...] = ()
+    planned_s: float | None = None
+    last_s: float | None = None
+    first_tokens: int = 0
+    is_refused: bool = False
+    is_cancelled: bool = False
+    retry_after_ms: int | None = None
+    tenant: str | None = None
+    request_id: str | None = None
+    server: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def start_s(self) -> float:
+        """From which latencies count: the planned start where there is one, or what others hold up would be left out
+        (coordinated omission)."""
+        return self.sent_s if self.planned_s is None else self.planned_s
+
+    @property
+    def first_token_ms(self) -> float | None:
+        return None if self.first_s is None else (self.first_s - self.start_s) * 1000
+
+    @property
+    def whole_ms(self) -> float:
+        return (self.ended_s - self.start_s) * 1000
+
+    @property
+    def mean_gap_ms(self) -> float | None:
+        """From the first to the last output, for each token after those of the first piece; None: there are none."""
+        rest = self.output_tokens - self.first_tokens
+        if self.first_s is None or self.last_s is None or rest < 1:
+            return None
+        return (self.last_s - self.first_s) * 1000 / rest
+
+
+def is_refusal(code: str | None, kind: object, status: int | None) -> bool:
+    """Of a server's typed error before any output. kind: its type. No refusals are faults of the server: 5xx but for
+    503, its server_error, an engine that died under the request; nor is a deadline that passed while it waited."""
+    if code in (None, "engine_lost", "deadline_exceeded", "connection_lost", "broken_stream") or kind == "server_error":
+        return False
+    return status is None or status < 500 or status == 503
+
+
+def clean_id(name: object) -> str | None:
+    """A server's name of a request: short, of one line; None where it gave none."""
+    return clean_code(name) if isinstance(name, str) and name else None
+
+
+def server_times(metrics: object) -> dict[str, float]:
+    """The numbers in what a server says of a request; empty where it says nothing. Of preemptions each reason with
+    its action is a name of its own, such as preempted_pages_swapped."""
+    if not isinstance(metrics, dict):
+        return {}
+    found = {clean_code(name): value for name, value in metrics.items()}
+    reasons = found.get("preempted")
+    for each in reasons if isinstance(reasons, list) else ():
+        if isinstance(each, dict):
+            found[clean_code(f"preempted_{each.get('reason')}_{each.get('action')}")] = each.get("count")
+    numbers = {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+    return dict(list(numbers.items())[:MAX_SERVER_NUMBERS])
 
 
 def clean_code(code: object) -> str:
@@ -52,6 +121,11 @@ def gaps_of(times_s: Sequence[float], counts: Sequence[int]) -> tuple[float, ...
     for before_s, at_s, count in zip(times_s, times_s[1:], counts[1:], strict=False):
         gaps += [(at_s - before_s) * 1000 / count] * count
     return tuple(gaps)
+
+
+def pauses_of(times_s: Sequence[float]) -> tuple[float, ...]:
+    """Milliseconds between pieces of output: what a reader waits, however many tokens come then."""
+    return tuple((at_s - before_s) * 1000 for before_s, at_s in zip(times_s, times_s[1:], strict=False))
 
 
 def spread(values_ms: Sequence[float]) -> dict[str, float | int | None]:

@@ -69,13 +69,22 @@ class StreamClient:
         self._socket = await connect(
             self._url, subprotocols=[SUBPROTOCOL], additional_headers=self._headers, compression=None, max_size=None
         )
-        self.welcome = json.loads(await self._socket.recv())
+        try:
+            self.welcome = json.loads(await self._socket.recv())
+        except BaseException:
+            await self._socket.close()
+            raise
         self._reader = asyncio.create_task(self._read())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._socket.close()
         await self._reader
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._reader.done()
 
     async def create(self, id: str, endpoint: str, body: Frame, **envelope: object) -> History:
         history = self.expect(id)

@@ -1,19 +1,15 @@
-"""Servers as a bench sees them: our WebSocket, or any OpenAI-compatible endpoint that streams over HTTP."""
+"""Servers as a bench sees them, whichever door it takes: what a target answers, a server's contract and models."""
 
-import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
-from websockets.exceptions import WebSocketException
 
-from headrace.serving.bench.outcome import Outcome, cached_of, clean_code, gaps_of
-from headrace.serving.bench.stream_client import History, StreamClient
+from headrace.serving.bench.outcome import Outcome, clean_code
 from headrace.serving.core.errors import ConfigError
 
 CONNECT_S = 10.0
@@ -28,29 +24,66 @@ class BenchError(RuntimeError):
     """The server cannot be reached, or is none that can be asked; the text names the URL and the remedy."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Of one request, beside its body. planned_s, cancel_s: seconds of the monotonic clock; None: whenever it is sent,
+    never. tenant: whose key is used. priority and deadline_ms are the server's to honour."""
+
+    planned_s: float | None = None
+    cancel_s: float | None = None
+    tenant: str | None = None
+    priority: int | str | None = None
+    deadline_ms: int | None = None
+
+    @property
+    def envelope(self) -> dict[str, object]:
+        """What a server's WebSocket is told of them, beside the body."""
+        told = {"priority": self.priority, "deadline_ms": self.deadline_ms}
+        return {name: value for name, value in told.items() if value is not None}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What our server is told over HTTP."""
+        found = {} if self.deadline_ms is None else {"x-headrace-deadline-ms": str(self.deadline_ms)}
+        return found | ({"x-headrace-priority": self.priority} if isinstance(self.priority, str) else {})
+
+    @property
+    def body_fields(self) -> dict[str, object]:
+        """A priority that is a number is a body field, as other servers have it."""
+        return {"priority": self.priority} if isinstance(self.priority, int) else {}
+
+
+AS_SOON_AS_ASKED = Terms()
+
+
 class Target(Protocol):
     """Where requests go. Use as an asynchronous context."""
 
-    async def ask(self, index: int, body: dict[str, object]) -> Outcome:
+    async def ask(self, index: int, body: dict[str, object], terms: Terms = AS_SOON_AS_ASKED) -> Outcome:
         """One request to its end. Whatever goes wrong is in the outcome."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """base: scheme, host, port and path without a slash at its end. key: of the API, None = none. limit_s: of one
-    request."""
+    """base: scheme, host, port and path without a slash at its end. key: of the API, None = none. keys: of tenants by
+    name, for requests that name one; another's has key. limit_s: of one request."""
 
     base: str
     key: str | None = field(default=None, repr=False)
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     limit_s: float = 600.0
 
     @property
     def stream_url(self) -> str:
         return "ws" + self.base.removeprefix("http") + "/v1/stream"
 
+    def key_of(self, tenant: str | None) -> str | None:
+        return self.key if tenant is None else self.keys.get(tenant, self.key)
+
     def client(self, connections: int) -> httpx.AsyncClient:
-        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        key = self.key or next(iter(self.keys.values()), None)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         timeout = httpx.Timeout(self.limit_s, connect=CONNECT_S)
         return httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
@@ -89,13 +122,13 @@ async def _document(server: Server, path: str, *, may_miss: bool) -> dict[str, A
     url = server.base + path
     try:
         async with server.client(1) as client, client.stream("GET", url, timeout=CONNECT_S) as response:
-            raw = await _bounded(response, MAX_DOCUMENT_BYTES)
+            raw = await bounded(response, MAX_DOCUMENT_BYTES)
     except httpx.HTTPError as error:
         raise BenchError(f"{url} cannot be reached: {str(error) or type(error).__name__}") from None
     if may_miss and response.status_code in (404, 405):
         return None
     if response.status_code != 200:
-        raise BenchError(f"{url} answers {response.status_code} ({_code(raw, response.status_code)})")
+        raise BenchError(f"{url} answers {response.status_code} ({code_of(raw, response.status_code)})")
     try:
         found = json.loads(raw)
     except ValueError:
@@ -107,7 +140,7 @@ async def _document(server: Server, path: str, *, may_miss: bool) -> dict[str, A
     raise BenchError(f"{url} answers no JSON object")
 
 
-async def _bounded(response: httpx.Response, limit: int) -> bytes:
+async def bounded(response: httpx.Response, limit: int) -> bytes:
     """At most so many bytes of the body; the rest is not read."""
     raw = b""
     async for piece in response.aiter_bytes():
@@ -117,156 +150,24 @@ async def _bounded(response: httpx.Response, limit: int) -> bytes:
     return raw[:limit]
 
 
-def _code(raw: bytes | str, status: int) -> str:
+def code_of(raw: bytes | str, status: int) -> str:
     """The code of an OpenAI error body."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         error = json.loads(raw)["error"]
         if code := error.get("code") or error.get("type"):
             return clean_code(code)
     return f"http_{status}"
 
 
-class NativeTarget:
-    """All streams on one WebSocket."""
-
-    def __init__(self, server: Server, model: str | None) -> None:
-        self._server = server
-        self._model = model
-        self._client = StreamClient(server.stream_url, token=server.key)
-
-    async def __aenter__(self) -> "NativeTarget":
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                await self._client.__aenter__()
-        except (OSError, WebSocketException, TimeoutError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise BenchError(f"{self._server.stream_url} takes no stream: {reason}; see --api") from None
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.__aexit__()
-
-    async def ask(self, index: int, body: dict[str, object]) -> Outcome:
-        named = body if self._model is None else {**body, "model": self._model}
-        history = await self._client.create(f"r{index}", "completion", named)
-        try:
-            async with asyncio.timeout(self._server.limit_s):
-                await history.ended.wait()
-        except TimeoutError:
-            await self._client.cancel(history.id)
-            error: str | None = "timeout"
-        else:
-            error = _fault_of(history)
-        ended_s = history.frames[-1][0] if history.terminals else time.monotonic()
-        if error != "timeout":  # what still comes then belongs to nobody else
-            self._client.forget(history)
-        deltas = [(at_s, frame) for at_s, frame in history.of_type("delta") if frame["n"]]
-        times, counts = [at_s for at_s, _ in deltas], [int(frame["n"]) for _, frame in deltas]
-        usage = history.terminals[0].get("usage", {}) if history.terminals else {}
-        return Outcome(
-            index=index,
-            sent_s=history.sent_s,
-            ended_s=ended_s,
-            first_s=times[0] if times else None,
-            error=error,
-            prompt_tokens=int(usage.get("prompt_tokens", 0)),
-            cached_tokens=cached_of(usage),
-            output_tokens=int(usage.get("completion_tokens", sum(counts))),
-            gaps_ms=gaps_of(times, counts),
-        )
+def type_of(raw: bytes | str) -> object:
+    """Of an OpenAI error body; None where it has none."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        return json.loads(raw)["error"].get("type")
+    return None
 
 
-def _fault_of(history: History) -> str | None:
-    if history.is_lost:
-        return "connection_lost"
-    if history.terminals[0]["type"] == "error":
-        return clean_code(history.terminals[0]["error"]["code"])
-    return "broken_stream" if history.faults() else None
-
-
-@dataclass(slots=True)
-class _Answer:
-    """Of one streamed HTTP answer, while it comes."""
-
-    times: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int | None = None
-    finish: object = None
-    error: str | None = None
-
-    def take(self, data: str) -> None:
-        """One event of the stream, with the time of now."""
-        try:
-            event = json.loads(data)
-            choices = event.get("choices") or [{}]
-            if event.get("error"):
-                self.error = _code(data, 200).replace("http_200", "unnamed")
-            if choices[0].get("text"):
-                self.times.append(time.monotonic())
-            self.finish = choices[0].get("finish_reason") or self.finish
-            if usage := event.get("usage"):
-                self.prompt_tokens, self.cached_tokens = int(usage["prompt_tokens"]), cached_of(usage)
-                self.output_tokens = int(usage["completion_tokens"])
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            self.error = "not_openai"
-
-
-class OpenAITarget:
-    """``POST /v1/completions`` with server-sent events, a connection for each stream.
-
-    Such servers do not say how many tokens a piece of text has: gaps are those between pieces, each counted once.
-    """
-
-    def __init__(self, server: Server, model: str, streams: int) -> None:
-        self._server = server
-        self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        self._client = server.client(streams)
-
-    async def __aenter__(self) -> "OpenAITarget":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
-
-    async def ask(self, index: int, body: dict[str, object]) -> Outcome:
-        answer = _Answer()
-        sent_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._server.limit_s):
-                await self._stream(self._fields | body, answer)
-        except (TimeoutError, httpx.TimeoutException):
-            answer.error = "timeout"
-        except httpx.HTTPError:
-            answer.error = answer.error or "connection_lost"
-        ended_s = time.monotonic()
-        if answer.error is None and answer.finish is None:
-            answer.error = "no_end"
-        return Outcome(
-            index=index,
-            sent_s=sent_s,
-            ended_s=ended_s,
-            first_s=answer.times[0] if answer.times else None,
-            error=answer.error,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            output_tokens=len(answer.times) if answer.output_tokens is None else answer.output_tokens,
-            gaps_ms=gaps_of(answer.times, [1] * len(answer.times)),
-        )
-
-    async def _stream(self, body: dict[str, object], answer: _Answer) -> None:
-        async with self._client.stream("POST", self._server.base + "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                answer.error = _code(await _bounded(response, MAX_ERROR_BYTES), response.status_code)
-                return
-            async for data in _events(response):
-                answer.take(data)
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of server-sent events, each on one line, up to [DONE]; what follows is read, so that the connection can
-    be used again."""
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if line.startswith("data:") and data != "[DONE]":
-            yield data
+def retry_hint_of(raw: bytes | str) -> int | None:
+    """``retry_after_ms`` in an error body, for errors in the middle of a stream, which have no headers."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return max(0, int(json.loads(raw)["error"]["retry_after_ms"]))
+    return None

@@ -143,7 +143,7 @@ MEANINGS: Mapping[str, str] = {
     "prompt": 'text, a list of ids, {"words": n} or {"tokens": n}: so many, drawn from seed and line; required',
     "max_tokens": "most tokens of the answer; required",
     "tenant": "name of the key to use, from the file of --keys; default: --api-key-file",
-    "priority": "class or number, as the server has them",
+    "priority": "high, normal or low; a number for other servers' field of that name over HTTP",
     "deadline_ms": "for the server: give up after so long",
     "cancel_after_s": "the client cancels so long after at_s; the request counts in no latency and no goodput",
     "shared_prefix": "name of a prefix in the header that comes before the prompt",

@@ -29,7 +29,8 @@ class SchedulerConfig:
     inter_token_s: objective for the gap between two tokens of a running stream; prefill chunks shrink so that measured
     steps keep to it. None = chunks are as long as chunk_tokens. num_swap_pages: host pages of a lane for preempted
     requests; 0 = they are always recomputed. aging_s: so long a wait lifts a request by one priority class.
-    deterministic: decode rows and prefill chunks never share a program, see design of the mode in ``scheduler``.
+    deterministic: decode rows and prefill chunks never share a program, and there is one of each; chunks start and end
+    at multiples of chunk_tokens (or with their prompt), and preemption swaps, see ``planner``.
     """
 
     num_slots: int
@@ -96,6 +97,16 @@ class SchedulerConfig:
             self.preemption is not PreemptionPolicy.SWAP or self.num_swap_pages > 0,
             "preemption by swap needs num_swap_pages above 0",
         )
+        if self.deterministic:
+            need(
+                len(self.decode_rows) == 1 and len(self.prefill_tokens) == 1,
+                f"deterministic mode runs one decode and one prefill program: decode_rows must be ({self.num_slots},), "
+                f"prefill_tokens ({self.chunk_tokens},)",
+            )
+            need(
+                self.preemption is not PreemptionPolicy.RECOMPUTE,
+                "deterministic mode never computes a request again: preemption must be swap or auto",
+            )
 
     def lane_of_slot(self, slot: int) -> int:
         """Slots are numbered through all lanes."""
@@ -104,6 +115,11 @@ class SchedulerConfig:
     def lane_of_page(self, page: int) -> int:
         """Pages are numbered through all lanes; the first of each is its null page."""
         return page // self.num_pages
+
+    @property
+    def chunk_grid(self) -> int:
+        """Chunks of a prompt start at its multiples: any page, in deterministic mode every chunk_tokens."""
+        return self.chunk_tokens if self.deterministic else self.page_size
 
     @property
     def max_pages_per_sequence(self) -> int:

@@ -1,20 +1,23 @@
 """A step plan while it is being put together."""
 
+from collections.abc import Iterable
+
 from headrace.serving.core.buckets import padded_tokens, pick_bucket
 from headrace.serving.core.config import SchedulerConfig
-from headrace.serving.core.plan import DecodeRow, PrefillSegment, SlotLoad, SlotRef, StepPlan
-from headrace.serving.core.policy import chunk_tokens
+from headrace.serving.core.plan import DecodeRow, PageCopy, PrefillSegment, SlotLoad, SlotRef, StepPlan
 from headrace.serving.core.sequence import Sequence, num_pages_for
 
 
 class Draft:
-    """Adding a row marks it on the sequence as planned. decoding and prefilling name the sequences of the rows."""
+    """Adding a row marks it on the sequence as planned, and charges its tenant for what was not run before. decoding
+    and prefilling name the sequences of the rows. budget_tokens: prefill tokens of a lane that the step may have."""
 
     def __init__(self, config: SchedulerConfig, step_id: int) -> None:
         self._config = config
-        self._step_id = step_id
-        self._budgets = [config.chunk_tokens] * config.num_lanes
-        self._num_segments = [0] * config.num_lanes
+        self.step_id = step_id
+        self.budget_tokens = config.chunk_tokens
+        self._num_prefill_tokens = [0] * config.num_lanes
+        self._swap_in: list[PageCopy] = []
         self._num_rows = [0] * config.num_lanes
         self._loads: list[SlotLoad] = []
         self._decode: list[DecodeRow] = []
@@ -26,8 +29,8 @@ class Draft:
     def is_empty(self) -> bool:
         return not self._decode and not self._prefill
 
-    def has_prefill_room(self, lane: int) -> bool:
-        return self._budgets[lane] > 0 and self._num_segments[lane] < self._config.max_segments
+    def add_swap_in(self, copies: Iterable[PageCopy]) -> None:
+        self._swap_in.extend(copies)
 
     def add_load(self, sequence: Sequence, slot: SlotRef) -> None:
         self._loads.append(SlotLoad(slot=slot, request=sequence.request, output_ids=tuple(sequence.outputs)))
@@ -48,13 +51,15 @@ class Draft:
         self._num_rows[self._config.lane_of_slot(slot.slot)] += 1
         sequence.num_computed += 1
         sequence.num_pending += 1
-        sequence.last_step = self._step_id
+        sequence.last_step = self.step_id
+        if position >= sequence.num_charged:
+            sequence.tenant.charge(output_tokens=1)
+            sequence.num_charged = position + 1
 
-    def add_prefill(self, sequence: Sequence, slot: SlotRef) -> None:
-        """The next chunk of a prefilling sequence, as long as the budget lets it be; there must be room."""
+    def add_prefill(self, sequence: Sequence, slot: SlotRef, length: int) -> None:
+        """The next chunk of a prefilling sequence, of length tokens."""
         start = sequence.num_computed
         lane = self._config.lane_of_slot(slot.slot)
-        length = chunk_tokens(sequence.num_to_prefill - start, self._budgets[lane], self._config.page_size)
         end = start + length
         samples = end == sequence.num_to_prefill
         self._prefill.append(
@@ -68,21 +73,24 @@ class Draft:
             )
         )
         self.prefilling.append((sequence, slot))
-        self._budgets[lane] -= padded_tokens(length, self._config.block_tokens)
-        self._num_segments[lane] += 1
+        self._num_prefill_tokens[lane] += padded_tokens(length, self._config.block_tokens)
         sequence.num_computed = end
         sequence.num_pending += samples
-        sequence.last_step = self._step_id
+        sequence.last_step = sequence.prefill_step = self.step_id
+        if end > sequence.num_charged:
+            sequence.tenant.charge(prompt_tokens=end - max(start, sequence.num_charged))
+            sequence.num_charged = end
 
-    def seal(self) -> StepPlan:
+    def seal(self, swap_out: tuple[PageCopy, ...] = ()) -> StepPlan:
         """All lanes run the same program: the one that the fullest needs."""
-        num_prefill_tokens = self._config.chunk_tokens - min(self._budgets)
         return StepPlan(
-            step_id=self._step_id,
-            bucket=pick_bucket(self._config, max(self._num_rows), num_prefill_tokens),
+            step_id=self.step_id,
+            bucket=pick_bucket(self._config, max(self._num_rows), max(self._num_prefill_tokens)),
             loads=tuple(self._loads),
             decode=tuple(self._decode),
             prefill=tuple(self._prefill),
+            swap_out=swap_out,
+            swap_in=tuple(self._swap_in),
         )
 
     def _pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:

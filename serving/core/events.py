@@ -18,10 +18,12 @@ class TokenEvent:
 
 
 class PreemptionReason(StrEnum):
-    """Why a running request had to make way."""
+    """Why a running request had to make way: pages ran out; a higher class, or a tenant that ran nothing, wanted its
+    slot; or a test asked for it."""
 
     PAGES = "pages"
     PRIORITY = "priority"
+    FAIRNESS = "fairness"
     FORCED = "forced"
 
 

@@ -1,44 +1,165 @@
 """The decisions that are policy, each a pure function; the scheduler supplies the mechanics.
 
-Version 2: first come, first served; decode before prefill; the latest arrival of a lane is preempted first; a request
-goes to the lane where it adds the least work.
+Version 3. Who is next: the higher class (after aging), then the tenant that was served least for its weight, then the
+earlier request. Decode before prefill; no prompt takes more than half of a step while others want a part. For pages the
+last in that order yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane
+where it adds the least work.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from headrace.serving.core.config import PreemptionPolicy
+from headrace.serving.core.events import PreemptionAction, PreemptionReason
+from headrace.serving.core.request import Priority
 from headrace.serving.core.sequence import Sequence, num_pages_for
 
-POLICY_VERSION = 2
+POLICY_VERSION = 3
 
-MAX_OPTIMISTIC_PREEMPTIONS = 2
-"""After so many preemptions a request is admitted again only when nothing can preempt it any more."""
+MAX_PAGE_PREEMPTIONS = 2
+"""After so many preemptions for pages a request is admitted only with its worst case set aside, and so never again
+preempted for pages."""
+MAX_YIELDS = 2
+"""So often a request yields its slot to another tenant or a higher class."""
+MAX_PREEMPTIONS = MAX_PAGE_PREEMPTIONS + MAX_YIELDS
+"""Of one request by the scheduler's own choice."""
+YIELDS = (PreemptionReason.PRIORITY, PreemptionReason.FAIRNESS)
+
+CLASS_SHARE = {Priority.HIGH: 1.0, Priority.NORMAL: 0.75, Priority.LOW: 0.5}
+"""Of the slots, that a class and those below it keep while a higher one waits; what is beyond that yields."""
+MIN_RESERVE_SLOTS = 4
+"""Of all lanes together; with so many, one is kept for a tenant that paused a moment ago, see ``keeps_a_slot``."""
 
 
-def queue_rank(sequence: Sequence) -> int:
-    """Order of the waiting and of the running list, lowest first; unique and constant for life."""
+def level_of(sequence: Sequence, now_s: float, aging_s: float) -> int:
+    """Priority class of a waiting request now: one higher for each aging_s since it was submitted, up to the highest.
+
+    So after two of them every request is in the highest class, where tenants go by what they were served and requests
+    of one tenant by arrival: none starves.
+    """
+    return max(int(Priority.HIGH), sequence.request.priority - int(max(0.0, now_s - sequence.submitted_s) / aging_s))
+
+
+Turn = tuple[int, float, int]
+"""Lowest first; unique by the arrival in it."""
+
+
+def waiting_turn(sequence: Sequence, now_s: float, aging_s: float) -> Turn:
+    """Order of admission."""
+    return level_of(sequence, now_s, aging_s), sequence.tenant.turn, sequence.arrival
+
+
+def running_turn(sequence: Sequence) -> Turn:
+    """Order of those who run, for prefill; the class stays that of the admission."""
+    return sequence.level, sequence.tenant.turn, sequence.arrival
+
+
+def page_turn(sequence: Sequence) -> tuple[bool, Turn]:
+    """The same for pages: the guarded go first, as theirs are set aside."""
+    return not sequence.is_guarded, running_turn(sequence)
+
+
+def arrival_rank(sequence: Sequence) -> int:
+    """Order of the running list and of a tenant's queue; unique and constant for life."""
     return sequence.arrival
 
 
-def pick_victim(running: Seq[Sequence]) -> Sequence:
-    """Whom to preempt when pages of a lane run out; running, of that lane, is ascending by queue_rank.
+def pick_page_victim(wanting: Sequence, running: Iterable[Sequence]) -> Sequence | None:
+    """Whom to preempt when wanting lacks a page; running: that may be preempted, of its lane. None: it has to wait.
 
-    The last in rank: so the first in rank is never preempted for another one, always progresses, and ends.
+    The last in turn, and only one behind wanting. So the first in turn is preempted for nobody, progresses, and ends.
     """
-    return running[-1]
+    last = max(running, key=page_turn, default=None)
+    return None if last is None or page_turn(last) <= page_turn(wanting) else last
 
 
-def pages_to_keep_free(candidate: Sequence, running: Seq[Sequence], page_size: int) -> int:
-    """Pages that must stay free beyond those that the candidate's known tokens fill, for it to be admitted to the lane
-    of running.
+def pick_fairness_victim(
+    candidate: Sequence, running: Iterable[Sequence], fair_slots: dict[str, float]
+) -> Sequence | None:
+    """Who yields to a candidate whose tenant runs nothing: the latest of the tenant that is furthest above its share of
+    the slots. None where no tenant is above it, or only with requests of a higher class."""
+    over = [
+        s
+        for s in running
+        if s.level >= candidate.level
+        and s.tenant is not candidate.tenant
+        and s.tenant.num_running > max(1.0, fair_slots[s.tenant.name])
+    ]
+    return max(over, key=lambda s: (s.tenant.num_running / fair_slots[s.tenant.name], s.arrival), default=None)
 
-    At first one per running sequence: each may need its next page soon. A candidate that was preempted
-    MAX_OPTIMISTIC_PREEMPTIONS times waits until the rest of its own worst case and that of all who run fit together.
-    As later arrivals are preempted before it, it then runs to its end: no request is preempted more often than that.
+
+def pick_class_victim(level: int, running: Seq[Sequence], levels: Iterable[int], num_slots: int) -> Sequence | None:
+    """Who yields to a candidate of a class, of running (that may be preempted): the last in turn of the lowest class,
+    if that class and those below the candidate's hold more than their share of the slots. levels: of all who run."""
+    held = sorted(levels)
+    below = [s for s in running if s.level > level]
+    if not below:
+        return None
+    victim = max(below, key=running_turn)
+    share = CLASS_SHARE[Priority(min(victim.level, Priority.LOW))]
+    num_held = sum(other >= victim.level for other in held)
+    return victim if num_held > max(1.0, share * num_slots) else None
+
+
+def keeps_a_slot(candidate: Sequence, num_free: int, num_slots: int, awaits_another: bool) -> bool:
+    """Whether the last free slot stays free: another tenant paused within aging_s, and the candidate's runs already.
+
+    Else each of its requests would preempt one, which then takes its slot back. With few slots one is too much to keep.
     """
-    if candidate.preemptions < MAX_OPTIMISTIC_PREEMPTIONS:
-        return len(running)
-    own = num_pages_for(candidate.max_kv_tokens, page_size) - num_pages_for(candidate.num_tokens, page_size)
-    return own + sum(num_pages_for(s.max_kv_tokens, page_size) - len(s.pages) for s in running)
+    return awaits_another and num_free <= 1 and num_slots >= MIN_RESERVE_SLOTS and candidate.tenant.num_running > 0
+
+
+def worst_case_pages(sequence: Sequence, page_size: int) -> int:
+    return num_pages_for(sequence.max_kv_tokens, page_size)
+
+
+def must_guard(candidate: Sequence, running: Iterable[Sequence], *, page_size: int, num_host_free: int | None) -> bool:
+    """Whether the candidate may run only with its worst case set aside: it was preempted for pages often enough, or it
+    could not be swapped out.
+
+    num_host_free: free host pages where preemption must swap, None where it may recompute. Then all who run unguarded
+    can be swapped out at any time, also when each has grown to its worst case, so nobody ever waits for host pages.
+    """
+    if candidate.num_preempted_for(PreemptionReason.PAGES) >= MAX_PAGE_PREEMPTIONS:
+        return True
+    if num_host_free is None:
+        return False
+    unguarded = sum(worst_case_pages(s, page_size) for s in running if not s.is_guarded)
+    return unguarded + worst_case_pages(candidate, page_size) > num_host_free
+
+
+def guard_fits(candidate: Sequence, running: Iterable[Sequence], *, page_size: int, num_usable: int) -> bool:
+    """Whether the worst cases of a guarded candidate and of the guarded of its lane fit together. Those always get
+    their pages, since all others can be preempted; so they run to their ends."""
+    guarded = sum(worst_case_pages(s, page_size) for s in running if s.is_guarded)
+    return guarded + worst_case_pages(candidate, page_size) <= num_usable
+
+
+def pages_to_keep_free(is_guarded: bool, num_running: int) -> int:
+    """Pages that must stay available beyond those of the candidate's known tokens: one for each that runs, which may
+    need its next page soon. A guarded one need not leave any: it gets its own back."""
+    return 0 if is_guarded else num_running
+
+
+SWAP_PAGE_MS = 0.5
+"""A page to the host or back while no copy was measured: 1 MB at 2 GB/s."""
+
+
+def preemption_action(
+    policy: PreemptionPolicy, *, num_tokens: int, num_pages: int, num_host_free: int, token_ms: float, page_ms: float
+) -> PreemptionAction:
+    """What becomes of the KV of num_tokens positions in num_pages pages.
+
+    AUTO: the cheaper of computing them again (token_ms each, 0 = not measured: then swap) and of two copies of each
+    page (page_ms, 0 = not measured: SWAP_PAGE_MS). Without host pages enough, or with nothing to keep, they are
+    computed again.
+    """
+    if policy is PreemptionPolicy.RECOMPUTE or num_tokens == 0 or num_pages > num_host_free:
+        return PreemptionAction.RECOMPUTED
+    is_dearer = token_ms > 0 and 2 * num_pages * (page_ms or SWAP_PAGE_MS) > num_tokens * token_ms
+    if policy is PreemptionPolicy.AUTO and is_dearer:
+        return PreemptionAction.RECOMPUTED
+    return PreemptionAction.SWAPPED
 
 
 PLACEMENT_STREAM_TOKENS = 128
@@ -55,8 +176,36 @@ def placement_cost(num_uncached: int, running: Seq[Sequence]) -> int:
     return num_uncached + num_queued + PLACEMENT_STREAM_TOKENS * len(running)
 
 
-def chunk_tokens(num_remaining: int, budget_tokens: int, page_size: int) -> int:
-    """Tokens of a sequence's next prefill chunk: all that remain, or whole pages within the budget; 0 = none fits."""
-    if num_remaining <= budget_tokens:
-        return num_remaining
-    return budget_tokens // page_size * page_size
+def share_chunks(needs: Seq[int], budget_tokens: int, block_tokens: int, max_segments: int) -> list[int]:
+    """Tokens of each prompt's next chunk, for prompts in turn that have needs tokens left; 0 = none in this step.
+
+    A chunk is all that remains, or whole blocks. While others want a part none gets more than half of the budget (or a
+    block, if that is more); what is left over goes to the first again.
+    """
+    left = budget_tokens // block_tokens
+    blocks = [-(-need // block_tokens) for need in needs]
+    most = max(1, left // 2) if len(needs) > 1 else left
+    given = [0] * len(needs)
+    for limit in (most, left):
+        for i, wanted in enumerate(blocks[:max_segments]):
+            more = max(0, min(wanted, limit) - given[i])
+            more = min(more, left)
+            given[i] += more
+            left -= more
+    return [min(need, n * block_tokens) for need, n in zip(needs, given, strict=True)]
+
+
+def share_cells(needs: Seq[int], budget_tokens: int, block_tokens: int, max_segments: int) -> list[int]:
+    """The same for deterministic mode: the next whole cell of budget_tokens, or what remains of the prompt, or nothing.
+
+    So where a chunk starts and ends depends on its prompt alone.
+    """
+    left = budget_tokens
+    given = []
+    for i, need in enumerate(needs):
+        cell = min(need, budget_tokens)
+        padded = -(-cell // block_tokens) * block_tokens
+        fits = i < max_segments and padded <= left
+        left -= padded if fits else 0
+        given.append(cell if fits else 0)
+    return given

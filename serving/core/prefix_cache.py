@@ -2,7 +2,8 @@
 
 The identity of a page is its whole token chain in its namespace. The SHA-256 chain only finds a candidate: a hit is
 believed after its tokens, its namespace and its parent entry compare equal, so even a weak hash cannot return the KV
-of another prompt.
+of another prompt. A chain may begin in a namespace that all tenants share and go on in one that is private: the first
+private page hashes both, and everything below it is found in the private one only.
 """
 
 import hashlib
@@ -24,10 +25,18 @@ def sha256_page(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
 
 
 class PageKey(NamedTuple):
-    """Digest of the chain up to and with this page, and the token ids of this page."""
+    """Digest of the chain up to and with this page, the token ids of this page, and whose it is."""
 
     digest: bytes
     token_ids: tuple[int, ...]
+    namespace: bytes
+
+
+def chained(parent: PageKey | None, namespace: bytes) -> bytes:
+    """What the hash of a page in a namespace starts from."""
+    if parent is None:
+        return namespace
+    return parent.digest if parent.namespace == namespace else parent.digest + namespace
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +44,14 @@ class Entry:
     """One published page. Its parent is live as long as it is: forgetting an entry forgets what hangs below."""
 
     key: PageKey
-    namespace: bytes
     page: int
     parent: "Entry | None"
     children: dict[int, "Entry"] = field(default_factory=dict)
     is_live: bool = True
 
-    def holds(self, key: PageKey, namespace: bytes, parent: "Entry | None") -> bool:
+    def holds(self, key: PageKey, parent: "Entry | None") -> bool:
         """Compare contents, not digests."""
-        return self.key.token_ids == key.token_ids and self.parent is parent and self.namespace == namespace
+        return self.key.token_ids == key.token_ids and self.parent is parent and self.key.namespace == key.namespace
 
 
 class PrefixCache:
@@ -60,19 +68,20 @@ class PrefixCache:
 
     def next_key(self, keys: Sequence[PageKey], namespace: bytes, token_ids: tuple[int, ...]) -> PageKey:
         """The key of the page with token_ids that follows the pages of keys."""
-        return PageKey(self._hash_page(keys[-1].digest if keys else namespace, token_ids), token_ids)
+        above = chained(keys[-1] if keys else None, namespace)
+        return PageKey(self._hash_page(above, token_ids), token_ids, namespace)
 
-    def find(self, keys: Sequence[PageKey], namespace: bytes) -> list[Entry]:
+    def find(self, keys: Sequence[PageKey]) -> list[Entry]:
         """Entries of the longest published prefix. Changes nothing."""
         found: list[Entry] = []
         for key in keys:
             entry = self._by_digest.get(key.digest)
-            if entry is None or not entry.holds(key, namespace, found[-1] if found else None):
+            if entry is None or not entry.holds(key, found[-1] if found else None):
                 break
             found.append(entry)
         return found
 
-    def publish(self, chain: list[Entry], keys: Sequence[PageKey], namespace: bytes, pages: Sequence[int]) -> None:
+    def publish(self, chain: list[Entry], keys: Sequence[PageKey], pages: Sequence[int]) -> None:
         """Make pages[i] findable under keys[i] for all i, and let chain name the entries of that prefix.
 
         chain is the caller's result of an earlier find or publish for the same keys. Where an equal prefix is known
@@ -85,19 +94,20 @@ class PrefixCache:
             parent = chain[-1] if chain else None
             entry = self._by_digest.get(keys[i].digest)
             if entry is None:
-                entry = Entry(keys[i], namespace, pages[i], parent)
-                self._pool.publish(pages[i])
+                entry = Entry(keys[i], pages[i], parent)
+                self._pool.publish(pages[i], keys[i].namespace)
                 self._by_digest[keys[i].digest] = entry
                 self._by_page[pages[i]] = entry
                 if parent is not None:
                     parent.children[entry.page] = entry
-            elif not entry.holds(keys[i], namespace, parent):
+            elif not entry.holds(keys[i], parent):
                 return
             chain.append(entry)
 
     def evict(self) -> None:
-        """Free the least recently used cached page, and forget what hangs below it."""
-        page = self._pool.least_recently_used()
+        """Free the cached page whose turn it is, and forget what hangs below it. Namespaces own pages: one that has
+        more than its share of the cached ones loses its own first, so no tenant can drive out all others' pages."""
+        page = self._pool.next_evicted()
         if page is None:
             raise InvariantError("evict without a cached page")
         self._forget(self._by_page[page])
@@ -126,7 +136,7 @@ class PrefixCache:
             raise InvariantError("two entries share a page")
         for digest, entry in self._by_digest.items():
             parent = entry.parent
-            above = entry.namespace if parent is None else parent.key.digest
+            above = chained(None if parent is None else parent.key, entry.key.namespace)
             if not (
                 entry.is_live
                 and self._by_page.get(entry.page) is entry
@@ -134,7 +144,5 @@ class PrefixCache:
                 and digest == entry.key.digest == self._hash_page(above, entry.key.token_ids)
             ):
                 raise InvariantError(f"the entry of page {entry.page} is inconsistent")
-            if parent is not None and not (
-                parent.is_live and parent.namespace == entry.namespace and parent.children.get(entry.page) is entry
-            ):
+            if parent is not None and not (parent.is_live and parent.children.get(entry.page) is entry):
                 raise InvariantError(f"the entry of page {entry.page} has lost its parent")

@@ -2,21 +2,21 @@
 
 Time is an argument and every order is fixed, so the same commands give the same plans. Two invariants make overlap
 safe: a result row is matched by its SlotRef, so it never reaches a later tenant of the slot; and pages leave a
-sequence only when no plan in flight names them. ``_release`` is the one way for a sequence to give anything back.
+sequence only when no plan in flight names them.
 """
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
 from headrace.serving.core.admission import refuse_size
 from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.deadlines import Deadlines, refuse_late
 from headrace.serving.core.draft import Draft
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.events import Event, Finished, TokenEvent
-from headrace.serving.core.lane import Lane, make_lanes
+from headrace.serving.core.events import Event, Finished, PreemptionAction, PreemptionReason, TokenEvent
+from headrace.serving.core.lane import Lane
 from headrace.serving.core.plan import SampledToken, SlotRef, StepPlan, StepResult
-from headrace.serving.core.policy import pages_to_keep_free, pick_victim, placement_cost, queue_rank
+from headrace.serving.core.planner import Planner
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
 from headrace.serving.core.request import (
     CancelReason,
@@ -27,7 +27,8 @@ from headrace.serving.core.request import (
     RequestId,
 )
 from headrace.serving.core.sequence import Sequence
-from headrace.serving.core.waiting_queue import WaitingQueue
+from headrace.serving.core.swap_space import Swapped
+from headrace.serving.core.tenancy import Tenancies
 
 NON_FINITE = "non_finite_logits"
 """error_code of a request whose logits had NaN or infinity."""
@@ -35,7 +36,7 @@ NON_FINITE = "non_finite_logits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Gauges (running … pages_cached) and counters since start; names as in the link's Stats.
+    """Gauges and counters since start; names as in the link's Stats, which explains them.
 
     prompt_tokens counts accepted requests, generation_tokens reported tokens, so that both equal the sums over
     Finished when the scheduler is idle. prefix_*: of first admissions only.
@@ -64,35 +65,34 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _Counters:
-    steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    preemptions: int = 0
+    deadline_misses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A plan without a result yet, and whose rows it has."""
+    """A plan without a result yet, when it was made, whose rows it has, and whose KV it copies to the host."""
 
     plan: StepPlan
+    planned_s: float
     decoding: tuple[tuple[Sequence, SlotRef], ...]
     prefilling: tuple[tuple[Sequence, SlotRef], ...]
+    leaving: tuple[tuple[Sequence, Swapped], ...]
 
 
 class Scheduler:
-    """Every accepted request gets TokenEvents with index 0, 1, 2, … and then exactly one Finished."""
+    """Every accepted request gets TokenEvents with index 0, 1, 2, … and then exactly one Finished; Preempted between
+    them as it happens. What happens to requests while a plan is made is told by the next call that returns events."""
 
     def __init__(self, config: SchedulerConfig, *, hash_page: PageHash = sha256_page) -> None:
         self.config = config
-        self.lanes = make_lanes(config, hash_page)
+        self._tenancies = Tenancies(config, hash_page)
+        self._planner = Planner(self._tenancies)
         self._live: dict[RequestId, Sequence] = {}
-        self._waiting = WaitingQueue(config)
-        self._running: list[Sequence] = []
+        self._deadlines = Deadlines()
         self._flights: deque[_Flight] = deque()
         self._num_arrived = 0
-        self._next_step_id = 0
         self._is_draining = False
         self._counters = _Counters()
 
@@ -100,13 +100,15 @@ class Scheduler:
 
     def submit(self, request: Request, now_s: float) -> Rejection | None:
         """Queue a request, or say why not; a rejected one leaves no trace."""
-        rejection = self._refuse(request, now_s)
+        sequence = Sequence(request=request, arrival=self._num_arrived, submitted_s=now_s)
+        rejection = self._refuse(sequence, now_s)
         if rejection is not None:
             return rejection
-        sequence = Sequence(request=request, arrival=self._num_arrived, submitted_s=now_s)
+        sequence.tenant = self._tenancies.shares.join(request.tenant, request.weight)
         self._num_arrived += 1
         self._live[request.request_id] = sequence
-        self._waiting.add(sequence)
+        self._tenancies.waiting.add(sequence)
+        self._deadlines.add(sequence)
         self._counters.prompt_tokens += len(request.prompt_ids)
         return None
 
@@ -115,7 +117,25 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return []
-        return [self._finish(sequence, FinishReason.CANCELLED, now_s, cancel_reason=reason)]
+        return self._told([self._finish(sequence, FinishReason.CANCELLED, now_s, cancel_reason=reason)])
+
+    def expire(self, now_s: float) -> list[Event]:
+        """End every request whose deadline has passed, in whatever state; to be called before each plan_step with the
+        same time, so that no step is spent on one. A journal of the scheduler's calls records this one too."""
+        late = self._deadlines.take_due(now_s)
+        self._counters.deadline_misses += len(late)
+        return self._told(
+            [self._finish(s, FinishReason.CANCELLED, now_s, cancel_reason=CancelReason.DEADLINE) for s in late]
+        )
+
+    def preempt(self, request_id: RequestId, now_s: float) -> list[Event]:
+        """Send a running request back to the queue: for tests and simulation. One that waits, that is unknown, or that
+        deterministic mode cannot swap out is left alone."""
+        sequence = self._live.get(request_id)
+        if sequence is None or sequence.slot is None or not self._tenancies.can_preempt(sequence):
+            return []
+        self._tenancies.preempt(sequence, PreemptionReason.FORCED, now_s)
+        return self._told([])
 
     def drain(self) -> None:
         """Refuse new requests from now on; those accepted run to their end."""
@@ -127,18 +147,16 @@ class Scheduler:
         """The next step; None when nothing can run now or max_steps_in_flight plans have no result yet."""
         if len(self._flights) >= self.config.max_steps_in_flight:
             return None
-        draft = Draft(self.config, self._next_step_id)
-        num_preemptions = self._counters.preemptions
-        self._plan_decode(draft)
-        self._plan_prefill(draft)
-        if self._counters.preemptions == num_preemptions:
-            self._admit(draft, now_s)
+        tenancies = self._tenancies
+        draft = Draft(self.config, tenancies.next_step)
+        self._planner.fill(draft, now_s)
         if draft.is_empty:
             return None
-        plan = draft.seal()
-        self._flights.append(_Flight(plan, tuple(draft.decoding), tuple(draft.prefilling)))
-        self._next_step_id += 1
-        self._counters.steps += 1
+        leaving = tenancies.carry_out()
+        plan = draft.seal(tuple(copy for _, swapped in leaving for copy in swapped.copies))
+        self._flights.append(_Flight(plan, now_s, tuple(draft.decoding), tuple(draft.prefilling), leaving))
+        tenancies.next_step += 1
+        tenancies.oldest_in_flight = self._flights[0].plan.step_id
         return plan
 
     def apply_result(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Event]:
@@ -150,29 +168,46 @@ class Scheduler:
             s.samples for s in plan.prefill
         ]:
             raise InvariantError(f"the result of step {result.step_id} does not have the shape of its plan")
-        self._flights.popleft()
+        self._tenancies.cost.learn(plan, flight.planned_s, now_s)
+        self._land(flight)
         events: list[Event] = []
         for (sequence, slot), sampled in zip(
             flight.decoding + flight.prefilling, result.decode + result.prefill, strict=True
         ):
             if sampled is not None and sequence.slot == slot:
                 self._accept(sequence, sampled, now_s, events)
-        self._settle()
-        return events
+        self._tenancies.settle()
+        return self._told(events)
 
     def fail_plan(self, plan: StepPlan, code: str, message: str, now_s: float) -> list[Event]:
-        """A plan in flight has no result: end the requests in it with ERROR, and no other."""
+        """A plan in flight has no result: end the requests in it with ERROR, and no other.
+
+        KV that it was to copy to the host, or that was copied after it may have damaged it, is computed again; in
+        deterministic mode, which never does that, such a request ends too.
+        """
         flight = next((f for f in self._flights if f.plan is plan), None)
         if flight is None:
             raise InvariantError(f"step {plan.step_id} is not in flight")
-        self._flights.remove(flight)
-        events: list[Event] = []
+        self._tenancies.cost.forget_gap()
+        self._land(flight)
+        ended, lost = [], []
         for sequence, slot in flight.decoding + flight.prefilling:
             if sequence.slot == slot:
-                self._lane_of(sequence).memory.distrust(sequence)
-                events.append(self._finish(sequence, FinishReason.ERROR, now_s, error_code=code, error_message=message))
-        self._settle()
-        return events
+                self._tenancies.lane_of(sequence).memory.distrust(sequence)
+                ended.append(sequence)
+            elif sequence.swapped is not None:
+                lost.append(sequence)
+        lost += [s for s, swapped in flight.leaving if s.swapped is swapped and s not in lost]
+        for sequence in lost:
+            if self.config.deterministic:
+                ended.append(sequence)
+            else:
+                self._tenancies.drop_swapped(sequence)
+        events: list[Event] = [
+            self._finish(s, FinishReason.ERROR, now_s, error_code=code, error_message=message) for s in ended
+        ]
+        self._tenancies.settle()
+        return self._told(events)
 
     # State
 
@@ -180,20 +215,38 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._live and not self._flights
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self._tenancies.lanes
+
+    def tell_page_copy(self, round_trip_s: float) -> None:
+        """What a page takes to the host and back, as measured by the runner; from here on steps refine it."""
+        self._tenancies.cost.page_s = round_trip_s / 2
+
     def stats(self) -> SchedulerStats:
-        pools, counters = [lane.memory.pool for lane in self.lanes], self._counters
+        tenancies, counters = self._tenancies, self._counters
+        pools = [lane.memory.pool for lane in self.lanes]
+        host = [lane.host for lane in self.lanes]
         return SchedulerStats(
-            running=len(self._running),
-            waiting=len(self._waiting),
+            running=len(tenancies.running),
+            waiting=len(tenancies.waiting),
             pages_total=sum(pool.num_usable for pool in pools),
             pages_free=sum(pool.num_free for pool in pools),
             pages_cached=sum(pool.num_cached for pool in pools),
-            steps=counters.steps,
+            steps=tenancies.next_step,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
-            prefix_queries_tokens=counters.prefix_queries_tokens,
-            prefix_hits_tokens=counters.prefix_hits_tokens,
-            preemptions=counters.preemptions,
+            prefix_queries_tokens=self._planner.prefix_queries_tokens,
+            prefix_hits_tokens=self._planner.prefix_hits_tokens,
+            preemptions=tenancies.num_preemptions,
+            preemptions_swapped=tenancies.num_preempted[PreemptionAction.SWAPPED],
+            preemptions_recomputed=tenancies.num_preempted[PreemptionAction.RECOMPUTED],
+            swap_pages_total=sum(space.num_pages for space in host),
+            swap_pages_used=sum(space.num_pages - space.num_free for space in host),
+            deadline_misses=counters.deadline_misses,
+            queued_prompt_tokens=tenancies.waiting.num_prompt_tokens,
+            decode_step_ms=1e3 * tenancies.cost.decode_s,
+            prefill_token_ms=1e3 * tenancies.cost.prefill_token_s,
         )
 
     def check(self, *, deep: bool = False) -> None:
@@ -202,24 +255,13 @@ class Scheduler:
         Cheap enough for every time that the server becomes idle. deep compares each page and each cache entry with
         its users too; its time grows with the pool, and it is meant for tests.
         """
-        if any(s.slot is None for s in self._running):
-            raise InvariantError("a running request lacks a slot")
-        for lane in self.lanes:
-            running = self._running_in(lane)
-            if deep:
-                lane.memory.check(running)
-            lane.memory.pool.check_sum()
-            lane.slots.check({s.slot for s in running if s.slot is not None})
-            if self.is_idle and lane.memory.num_available != lane.memory.pool.num_usable:
-                raise InvariantError("idle, but pages are referenced")
-        self._waiting.check()
-        listed = (*self._waiting.sequences, *self._running)
+        tenancies = self._tenancies
+        tenancies.check(deep=deep, is_idle=self.is_idle)
+        listed = (*tenancies.waiting.sequences, *tenancies.running)
         if sorted(map(id, listed)) != sorted(map(id, self._live.values())):
             raise InvariantError("a live sequence is not in exactly one of the waiting and running lists")
-        if self._running != sorted(self._running, key=queue_rank):
-            raise InvariantError("the running list is out of order")
         in_flight = [row for f in self._flights for row in f.decoding + f.prefilling]
-        for s in self._running:
+        for s in tenancies.running:
             samples = sum(row == (s, s.slot) for row in in_flight)
             if len(s.pages) * self.config.page_size < s.num_computed:
                 raise InvariantError(f"running request {s.request.request_id} lacks a page")
@@ -228,72 +270,20 @@ class Scheduler:
             if s.num_pending > samples or s.num_planned_outputs > s.request.stop.max_tokens:
                 raise InvariantError(f"request {s.request.request_id} waits for samples that do not come")
 
-    # Planning
-
-    def _plan_decode(self, draft: Draft) -> None:
-        """One token for every decoding sequence that has, or gets, a page for it; the oldest first."""
-        for sequence in tuple(self._running):
-            if sequence.wants_decode and self._make_room(sequence) and sequence.slot is not None:
-                draft.add_decode(sequence, sequence.slot)
-
-    def _make_room(self, sequence: Sequence) -> bool:
-        """A page for the next position, by preemption if need be; False if it must wait or was preempted itself."""
-        lane = self._lane_of(sequence)
-        while not lane.memory.grow(sequence):
-            if lane.memory.is_draining:
-                return False
-            victim = pick_victim(self._running_in(lane))
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _plan_prefill(self, draft: Draft) -> None:
-        for sequence in self._running:
-            slot = sequence.slot
-            if sequence.is_prefilling and slot is not None and draft.has_prefill_room(self._lane_of(sequence).index):
-                draft.add_prefill(sequence, slot)
-
-    def _admit(self, draft: Draft, now_s: float) -> None:
-        """Start waiting sequences in order while slots, pages and the step's prefill budget last."""
-        while self._waiting:
-            sequence = self._waiting.first
-            lane = self._place(sequence, draft)
-            if lane is None:
-                return
-            self._waiting.start(sequence, now_s)
-            slot = sequence.slot = lane.slots.take()
-            insort(self._running, sequence, key=queue_rank)
-            if sequence.admitted_s is None:
-                sequence.admitted_s = now_s
-                sequence.cached_tokens = sequence.num_computed
-                if self.config.prefix_cache:
-                    self._counters.prefix_queries_tokens += sequence.num_tokens
-                    self._counters.prefix_hits_tokens += sequence.num_computed
-            draft.add_load(sequence, slot)
-            draft.add_prefill(sequence, slot)
-
-    def _place(self, sequence: Sequence, draft: Draft) -> Lane | None:
-        """Give a sequence pages in the best lane that has a slot, pages and budget for it; None if none has."""
-        lanes = [lane for lane in self.lanes if lane.slots.num_free and draft.has_prefill_room(lane.index)]
-        if len(lanes) > 1:
-            costs = {lane.index: self._placement_cost(sequence, lane) for lane in lanes}
-            lanes.sort(key=lambda lane: costs[lane.index])
-        for lane in lanes:
-            spare = pages_to_keep_free(sequence, self._running_in(lane), self.config.page_size)
-            if lane.memory.admit(sequence, spare):
-                return lane
-        return None
-
-    def _placement_cost(self, sequence: Sequence, lane: Lane) -> int:
-        num_uncached = sequence.num_tokens - lane.memory.num_cached_tokens(sequence)
-        return placement_cost(num_uncached, self._running_in(lane))
-
     # Results
+
+    def _land(self, flight: _Flight) -> None:
+        self._flights.remove(flight)
+        self._tenancies.oldest_in_flight = self._flights[0].plan.step_id if self._flights else None
+
+    def _told(self, events: list[Event]) -> list[Event]:
+        """With what happened since, in its order: a preemption is known before the end of its request."""
+        told, self._tenancies.events = self._tenancies.events, []
+        return told + events
 
     def _accept(self, sequence: Sequence, sampled: SampledToken, now_s: float, events: list[Event]) -> None:
         """One more known token; the request may end by it."""
-        memory = self._lane_of(sequence).memory
+        memory = self._tenancies.lane_of(sequence).memory
         if not sampled.is_finite:
             memory.distrust(sequence)
             message = f"the logits of token {len(sequence.outputs)} are not finite"
@@ -330,7 +320,9 @@ class Scheduler:
         error_code: str | None = None,
         error_message: str | None = None,
     ) -> Finished:
-        self._release(sequence)
+        self._tenancies.release(sequence)
+        self._tenancies.shares.leave(sequence.tenant, now_s)
+        self._deadlines.discard(sequence)
         del self._live[sequence.request.request_id]
         return Finished(
             request_id=sequence.request.request_id,
@@ -345,55 +337,16 @@ class Scheduler:
             error_message=error_message,
         )
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue with its known outputs; they are run again with the prompt, and go on from there.
-
-        Samples in flight are dropped when they come: they were never reported, and are drawn again.
-        """
-        self._release(sequence)
-        sequence.preemptions += 1
-        self._counters.preemptions += 1
-        self._waiting.add(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Give back all that a sequence holds, in whatever state it is."""
-        if sequence.slot is None:
-            self._waiting.remove(sequence)
-            return
-        lane = self._lane_of(sequence)
-        self._running.remove(sequence)
-        lane.slots.release(sequence.slot)
-        lane.memory.release(sequence, self._is_in_flight(sequence))
-        sequence.clear_tenancy()
-
-    # Bookkeeping
-
-    def _lane_of(self, sequence: Sequence) -> Lane:
-        """Of a running sequence."""
-        if sequence.slot is None:
-            raise InvariantError(f"request {sequence.request.request_id} is in no lane")
-        return self.lanes[self.config.lane_of_slot(sequence.slot.slot)]
-
-    def _running_in(self, lane: Lane) -> list[Sequence]:
-        if len(self.lanes) == 1:
-            return self._running
-        return [s for s in self._running if self._lane_of(s) is lane]
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        oldest = self._flights[0].plan.step_id if self._flights else None
-        return oldest is not None and sequence.last_step is not None and sequence.last_step >= oldest
-
-    def _settle(self) -> None:
-        for lane in self.lanes:
-            lane.memory.settle(self._flights[0].plan.step_id if self._flights else None)
-
-    def _refuse(self, request: Request, now_s: float) -> Rejection | None:
+    def _refuse(self, sequence: Sequence, now_s: float) -> Rejection | None:
+        request = sequence.request
         if self._is_draining:
             return Rejection(
                 reason=RejectionReason.SHUTTING_DOWN, message="the server is shutting down and takes no new requests"
             )
         if request.request_id in self._live:
             return Rejection(reason=RejectionReason.INVALID, message="the request id is already in use")
-        return refuse_size(len(request.prompt_ids), request.stop.max_tokens, self.config) or self._waiting.refuse(
-            request, now_s
+        return (
+            refuse_size(len(request.prompt_ids), request.stop.max_tokens, self.config)
+            or self._tenancies.waiting.refuse(request, now_s)
+            or refuse_late(sequence, self._tenancies, now_s)
         )

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from headrace.serving.core.events import Timings
+from headrace.serving.core.events import PreemptionAction, PreemptionCount, PreemptionReason, Timings
+from headrace.serving.core.fair_share import Tenant
 from headrace.serving.core.plan import SlotRef
 from headrace.serving.core.prefix_cache import Entry, PageKey
 from headrace.serving.core.request import Request
+from headrace.serving.core.swap_space import Swapped
 
 
 @dataclass(slots=True, eq=False)
@@ -14,10 +16,13 @@ class Sequence:
 
     arrival: order of submission, unique. outputs: generated tokens that the host knows.
     keys: of the full pages of known tokens, kept over preemptions. chain: published entries of the prefix.
+    level: priority class when it was last admitted, aging counted. swapped: its KV in host memory, while it waits.
+    num_charged: leading positions that its tenant was charged for. preempted_at_s: since when it waits again.
 
     Of the present tenancy, reset by ``clear_tenancy``: slot, pages, num_computed (leading positions whose KV some plan
     made so far writes or finds cached), num_to_prefill, num_pending (samples in flight), last_step (id of the newest
-    plan that names this sequence).
+    plan that names this sequence), prefill_step (of the newest that has a chunk of it), is_guarded (its worst case is
+    set aside: it is not preempted for pages).
     """
 
     request: Request
@@ -35,7 +40,27 @@ class Sequence:
     admitted_s: float | None = None
     first_token_s: float | None = None
     cached_tokens: int = 0
-    preemptions: int = 0
+    tenant: Tenant = field(default_factory=Tenant)
+    level: int = 1
+    is_guarded: bool = False
+    prefill_step: int | None = None
+    swapped: Swapped | None = None
+    num_charged: int = 0
+    preempted: dict[tuple[PreemptionReason, PreemptionAction], int] = field(default_factory=dict)
+    preempted_at_s: float | None = None
+    preempted_s: float = 0.0
+
+    @property
+    def preemptions(self) -> int:
+        return sum(self.preempted.values())
+
+    def num_preempted_for(self, *reasons: PreemptionReason) -> int:
+        return sum(count for (reason, _), count in self.preempted.items() if reason in reasons)
+
+    @property
+    def deadline_s(self) -> float | None:
+        deadline_ms = self.request.deadline_ms
+        return None if deadline_ms is None else self.submitted_s + deadline_ms / 1e3
 
     @property
     def num_tokens(self) -> int:
@@ -73,12 +98,18 @@ class Sequence:
         """Queue until first admitted, prefill until the first token, decode until now."""
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         prefilled_s = now_s if self.first_token_s is None else self.first_token_s
+        waits_s = 0.0 if self.preempted_at_s is None else now_s - self.preempted_at_s
         return Timings(
             queue_ms=1e3 * (admitted_s - self.submitted_s),
             prefill_ms=1e3 * (prefilled_s - admitted_s),
             decode_ms=1e3 * (now_s - prefilled_s),
             first_token_ms=None if self.first_token_s is None else 1e3 * (self.first_token_s - self.submitted_s),
             preemptions=self.preemptions,
+            preempted_ms=1e3 * (self.preempted_s + waits_s),
+            preempted=tuple(
+                PreemptionCount(reason=reason, action=action, count=count)
+                for (reason, action), count in sorted(self.preempted.items())
+            ),
         )
 
     def clear_tenancy(self) -> None:
@@ -89,6 +120,8 @@ class Sequence:
         self.num_to_prefill = 0
         self.num_pending = 0
         self.last_step = None
+        self.prefill_step = None
+        self.is_guarded = False
 
 
 def max_kv_tokens(num_prompt_tokens: int, max_tokens: int) -> int:

@@ -1,65 +1,89 @@
 """Worlds for the simulator: everything that happens from outside, drawn from one seed."""
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
-from headrace.serving.core.config import SchedulerConfig
-from headrace.serving.core.request import Request, RequestId, SamplingParams, StopRule
+from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
+from headrace.serving.core.request import Request, RequestId
+from headrace.serving.core.simulated_draw import Draw
+from headrace.serving.core.simulated_requests import MAX_OUTPUTS, draw_population, draw_request
 
-T = TypeVar("T")
-
-MAX_OUTPUTS = 32
-"""Most generated tokens of a simulated request: enough for several page edges, few enough for many seeds."""
-EOS_ID = 3
+__all__ = ["Arrival", "Draw", "Faults", "Reader", "World", "draw_world"]
 
 
-class Draw:
-    """SplitMix64: a random source in ten lines, equal on every Python version, and no global state."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How a client takes what it is sent: all that is new, every period ticks. It stops once it has stops_after tokens
+    (None = never) and goes on stops_ticks later, if the server still has patience."""
 
-    def __init__(self, seed: int) -> None:
-        self._state = seed
+    period: int = 1
+    stops_after: int | None = None
+    stops_ticks: int = 0
 
-    def below(self, limit: int) -> int:
-        """Uniform in [0, limit), limit far below 2**64."""
-        mask = 2**64 - 1
-        self._state = (self._state + 0x9E3779B97F4A7C15) & mask
-        z = self._state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return (z ^ (z >> 31)) % limit
 
-    def between(self, low: int, high: int) -> int:
-        """Uniform in [low, high]."""
-        return low + self.below(high - low + 1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """cancel_after: the client cancels in the tick in which it sees so many tokens of it reported; None = never."""
 
-    def pick(self, options: Seq[T]) -> T:
-        return options[self.below(len(options))]
+    tick: int
+    request: Request
+    reader: Reader = Reader()
+    cancel_after: int | None = None
 
-    def chance(self, percent: int) -> bool:
-        return self.below(100) < percent
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Ticks count rounds of the simulator's loop, so a world without some of them is still the same world otherwise.
+
+    cancels: of ids, known or not. duplicates: an id is submitted again. fails: the result collected in such a tick is
+    a failed step. non_finite: (request, output index). restarts: the engine dies; its clients try again with new ids.
+    jumps: (tick, ms) by which the monotonic clock leaps, as after a suspend. wall_jumps: (tick, s) of the wall clock,
+    which nobody here may use. forced: (tick, k): the k-th running request, counted around, is preempted. evictions:
+    (tick, k): k unused pages are evicted, so between the look-up of an admission that failed and the next try.
+    drain_tick: from then on new requests are refused.
+    """
+
+    cancels: tuple[tuple[int, RequestId], ...] = ()
+    duplicates: tuple[tuple[int, RequestId], ...] = ()
+    fails: frozenset[int] = frozenset()
+    non_finite: frozenset[tuple[RequestId, int]] = frozenset()
+    restarts: frozenset[int] = frozenset()
+    jumps: tuple[tuple[int, int], ...] = ()
+    wall_jumps: tuple[tuple[int, int], ...] = ()
+    forced: tuple[tuple[int, int], ...] = ()
+    evictions: tuple[tuple[int, int], ...] = ()
+    drain_tick: int | None = None
+
+    @property
+    def last_tick(self) -> int:
+        """From the tick behind it on, nothing goes wrong any more."""
+        timed = (*self.cancels, *self.duplicates, *self.jumps, *self.wall_jumps, *self.forced, *self.evictions)
+        ticks = [tick for tick, _ in timed] + [*self.fails, *self.restarts, self.drain_tick or 0]
+        return max(ticks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Ticks are rounds of the simulator's loop, each of which plans at most one step.
+    """Each tick plans at most one step. step_us, token_us: how long a step takes, and each of its tokens on top.
 
     collect_early_percent: how often a result is collected before max_steps_in_flight plans are out.
-    num_digests: different values of the prefix hash; None = SHA-256 as it is.
-    fail_ticks: the result collected in such a tick is a failed step. non_finite: (request, output index).
-    drain_tick: from then on new requests are refused.
+    num_digests: different values of the prefix hash; None = SHA-256 as it is. stall_ticks: patience with a client that
+    does not read.
     """
 
     seed: int
     config: SchedulerConfig
     vocab_size: int
-    num_digests: int | None
-    collect_early_percent: int
-    arrivals: tuple[tuple[int, Request], ...]
-    cancels: tuple[tuple[int, RequestId], ...]
-    fail_ticks: frozenset[int]
-    non_finite: frozenset[tuple[RequestId, int]]
-    drain_tick: int | None
+    arrivals: tuple[Arrival, ...]
+    faults: Faults = Faults()
+    num_digests: int | None = None
+    collect_early_percent: int = 0
+    step_us: int = 10_000
+    token_us: int = 0
+    stall_ticks: int = 60
+
+    @property
+    def last_arrival(self) -> int:
+        return max(arrival.tick for arrival in self.arrivals)
 
 
 def draw_world(seed: int) -> World:
@@ -69,42 +93,94 @@ def draw_world(seed: int) -> World:
     """
     draw = Draw(seed)
     is_crowded = draw.chance(25)
-    config = _config(draw, is_crowded, num_lanes=Draw(seed ^ 0x1A9E).pick((1, 1, 1, 2, 3)))
-    vocab_size = draw.pick((5, 16, 64))
-    spread = 0 if is_crowded else draw.pick((0, 10, 60))
-    stems = [_stem(draw, config, vocab_size) for _ in range(draw.between(1, 3))]
-    num_requests = draw.between(4, 14)
+    config = _config(draw, is_crowded)
+    people = draw_population(draw, config, is_crowded)
+    num_requests = draw.pick((4, 8, 12, 16, 24)) if not is_crowded else draw.between(5, 14)
+    ticks = _arrival_ticks(draw, num_requests, is_crowded)
+    horizon = 20 + max(ticks) + num_requests * 6
+    step_us, token_us = draw.pick(((10_000, 0), (1_000, 100), (5_000, 500)))
     arrivals = tuple(
-        (draw.between(0, spread), _request(draw, RequestId(i), config, vocab_size, stems, is_crowded))
-        for i in range(num_requests)
+        _arrival(draw, tick, draw_request(draw, RequestId(i), people), horizon * step_us)
+        for i, tick in enumerate(ticks)
     )
-    has_faults = draw.chance(20 if is_crowded else 60)
-    horizon = 20 + spread + num_requests * 8
-    cancels = [(draw.below(horizon), RequestId(draw.below(num_requests + 1))) for _ in range(draw.below(num_requests))]
     return World(
         seed=seed,
         config=config,
-        vocab_size=vocab_size,
+        vocab_size=people.vocab_size,
+        arrivals=arrivals,
+        faults=_faults(draw, num_requests, horizon) if draw.chance(40 if is_crowded else 65) else Faults(),
         num_digests=draw.pick((None, None, None, 1, 4, 256)),
         collect_early_percent=draw.pick((0, 20, 50)),
-        arrivals=arrivals,
-        cancels=tuple(cancels) if has_faults else (),
-        fail_ticks=frozenset(draw.below(horizon) for _ in range(draw.below(3))) if has_faults else frozenset(),
-        non_finite=frozenset(
-            (RequestId(draw.below(num_requests)), draw.below(MAX_OUTPUTS)) for _ in range(draw.below(3))
-        )
-        if has_faults
-        else frozenset(),
-        drain_tick=draw.below(horizon) if has_faults and draw.chance(20) else None,
+        step_us=step_us,
+        token_us=token_us,
+        stall_ticks=draw.pick((20, 60, 200)),
     )
 
 
-def _config(draw: Draw, is_crowded: bool, num_lanes: int) -> SchedulerConfig:
+def _arrival_ticks(draw: Draw, num_requests: int, is_crowded: bool) -> list[int]:
+    """All at once, in bursts, or over some time; ascending, as ids are."""
+    kind = "once" if is_crowded else draw.pick(("once", "bursts", "steady", "steady"))
+    if kind == "once":
+        return [0] * num_requests
+    if kind == "bursts":
+        return sorted(draw.below(4) * 25 for _ in range(num_requests))
+    spread = draw.pick((10, 60))
+    return sorted(draw.between(0, spread) for _ in range(num_requests))
+
+
+def _arrival(draw: Draw, tick: int, request: Request, horizon_us: int) -> Arrival:
+    reader = Reader()
+    if draw.chance(20):
+        reader = Reader(
+            period=draw.pick((1, 3, 10)),
+            stops_after=draw.pick((None, 0, 1, 5)),
+            stops_ticks=draw.pick((10, 50, 1_000)),
+        )
+    cancel_after = None
+    if draw.chance(15):
+        # The last sample is in flight then, or just reported; or somewhere in the middle.
+        end = request.stop.max_tokens
+        cancel_after = draw.pick((max(0, end - 1), end, draw.below(end + 1)))
+    if draw.chance(15):
+        deadline_us = draw.between(1, 1 + draw.pick((horizon_us // 8, horizon_us // 2, 4 * horizon_us)))
+        request = replace(request, deadline_ms=deadline_us / 1e3)
+    return Arrival(tick=tick, request=request, reader=reader, cancel_after=cancel_after)
+
+
+def _faults(draw: Draw, num_requests: int, horizon: int) -> Faults:
+    """Each kind in some worlds only, so that a rare one is not always hidden behind another."""
+
+    def ticks(percent: int, most: int) -> list[int]:
+        return sorted(draw.below(horizon) for _ in range(draw.between(1, most))) if draw.chance(percent) else []
+
+    def some(percent: int, most: int, limit: int) -> tuple[tuple[int, int], ...]:
+        return tuple((tick, draw.below(limit)) for tick in ticks(percent, most))
+
+    return Faults(
+        cancels=tuple((tick, RequestId(i)) for tick, i in some(60, num_requests, num_requests + 1)),
+        duplicates=tuple((tick, RequestId(i)) for tick, i in some(15, 3, num_requests)),
+        fails=frozenset(ticks(35, 3)),
+        non_finite=frozenset((RequestId(i), draw.below(MAX_OUTPUTS)) for _, i in some(35, 3, num_requests)),
+        restarts=frozenset(ticks(12, 2)),
+        jumps=tuple((tick, draw.pick((50, 1_000, 100_000))) for tick in ticks(15, 2)),
+        wall_jumps=tuple((tick, draw.pick((-3_600, 3_600))) for tick in ticks(15, 2)),
+        forced=some(25, 8, 8),
+        evictions=tuple((tick, 1 + k) for tick, k in some(25, 6, 3)),
+        drain_tick=draw.below(horizon) if draw.chance(15) else None,
+    )
+
+
+def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
     page_size = draw.pick((2, 4) if is_crowded else (1, 2, 4, 8))
     block_tokens = page_size * draw.pick((1, 2))
     num_slots = 5 if is_crowded else draw.pick((1, 2, 3, 5))
     chunk_tokens = block_tokens * draw.pick((1, 2, 6))
     num_pages = 1 + (MAX_OUTPUTS // page_size + draw.between(2, 5) if is_crowded else draw.pick((3, 6, 10, 16, 40)))
+    num_swap_pages = draw.pick((0, 0, 3, 8, 40))
+    deterministic = draw.chance(20)
+    policies = [PreemptionPolicy.AUTO] if deterministic else [PreemptionPolicy.AUTO, PreemptionPolicy.RECOMPUTE]
+    if num_swap_pages:
+        policies += [PreemptionPolicy.SWAP, PreemptionPolicy.AUTO]
     return SchedulerConfig(
         num_slots=num_slots,
         page_size=page_size,
@@ -112,56 +188,17 @@ def _config(draw: Draw, is_crowded: bool, num_lanes: int) -> SchedulerConfig:
         max_context=max(2, min(64, page_size * num_pages)),
         chunk_tokens=chunk_tokens,
         block_tokens=block_tokens,
-        decode_rows=tuple(sorted({1, num_slots})),
-        prefill_tokens=tuple(sorted({block_tokens, chunk_tokens})),
+        decode_rows=(num_slots,) if deterministic else tuple(sorted({1, num_slots})),
+        prefill_tokens=(chunk_tokens,) if deterministic else tuple(sorted({block_tokens, chunk_tokens})),
         max_segments=draw.between(1, 3),
         max_queued_requests=draw.pick((3, 100, 100)),
+        max_queued_prompt_tokens=draw.pick((40, 10_000, 10_000)),
         prefix_cache=draw.chance(80),
         max_steps_in_flight=draw.pick((1, 2, 2)),
-        num_lanes=num_lanes,
-    )
-
-
-def _stem(draw: Draw, config: SchedulerConfig, vocab_size: int) -> tuple[int, ...]:
-    """A beginning that prompts share; a quarter repeats one page, so that equal pages have different parents."""
-    length = config.page_size if draw.chance(25) else config.max_context
-    once = tuple(draw.below(vocab_size) for _ in range(length))
-    return (once * -(-config.max_context // length))[: config.max_context]
-
-
-def _request(
-    draw: Draw,
-    request_id: RequestId,
-    config: SchedulerConfig,
-    vocab_size: int,
-    stems: Seq[tuple[int, ...]],
-    is_crowded: bool,
-) -> Request:
-    """Mostly the beginning of a stem, so that prefixes meet; sometimes longer than the pool."""
-    capacity = min(config.max_context, (config.num_pages - 1) * config.page_size + 1)
-    most_prompt = min(config.max_context - 1, config.max_context if draw.chance(5) else capacity - 1)
-    length = draw.between(1, min(most_prompt, 2 * config.page_size) if is_crowded else most_prompt)
-    if draw.chance(60):
-        edge = length // config.page_size * config.page_size + draw.between(-1, 1)
-        length = min(max(1, edge), most_prompt)
-    num_shared = length if draw.chance(40) else draw.below(length + 1)
-    stem = draw.pick(stems)
-    prompt = stem[:num_shared] + tuple(draw.below(vocab_size) for _ in range(length - num_shared))
-    most_outputs = max(1, min(MAX_OUTPUTS, capacity - length))
-    max_tokens = draw.between(most_outputs // 2 + 1 if is_crowded else 1, most_outputs)
-    return Request(
-        request_id=request_id,
-        prompt_ids=prompt,
-        sampling=SamplingParams(
-            seed=draw.pick((0, 0, 1, 7)),
-            presence_penalty=draw.pick((0.0, 1.0)),
-            num_logprobs=draw.pick((None, 0, 2)),
-            allowed_token_ids=draw.pick((None, None, (0, 1, EOS_ID, 4))),
-        ),
-        stop=StopRule(
-            max_tokens=max_tokens,
-            min_tokens=draw.pick((0, 0, max_tokens // 2)),
-            stop_token_ids=draw.pick(((), (EOS_ID,), (EOS_ID, 1))),
-        ),
-        cache_namespace=draw.pick((b"", b"", b"\x01" * 32)),
+        num_lanes=draw.pick((1, 1, 1, 2, 3)),
+        inter_token_s=draw.pick((None, None, 0.012, 0.05)),
+        num_swap_pages=num_swap_pages,
+        preemption=draw.pick(policies),
+        aging_s=draw.pick((0.02, 0.2, 10.0)),
+        deterministic=deterministic,
     )

@@ -4,23 +4,36 @@ The model is passed in. It must compute what it reads through the page tables (`
 any wrong use of memory changes an output or raises. A failing seed fails again, in the same tick.
 """
 
-import hashlib
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
+from headrace.serving.core.events import Event, Finished, Preempted
 from headrace.serving.core.plan import SampledToken, StepPlan, StepResult
-from headrace.serving.core.policy import MAX_OPTIMISTIC_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PREEMPTIONS
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
-from headrace.serving.core.request import CancelReason, FinishReason, RejectionReason, Request, RequestId
-from headrace.serving.core.scheduler import NON_FINITE, Scheduler
-from headrace.serving.core.simulated_world import Draw, World
+from headrace.serving.core.request import CancelReason, RejectionReason, Request, RequestId
+from headrace.serving.core.scheduler import Scheduler
+from headrace.serving.core.simulated_checks import (
+    FAILED_STEP,
+    PlanChecks,
+    check_answer,
+    check_counters,
+    check_finished,
+    check_state,
+)
+from headrace.serving.core.simulated_draw import Draw
+from headrace.serving.core.simulated_edge import Broken, Client, SimulatedEdge, need
+from headrace.serving.core.simulated_trace import Trace, event_line, plan_line
+from headrace.serving.core.simulated_world import Arrival, World
+from headrace.serving.core.world_source import world_source
 
-FAILED_STEP = "failed_step"
-"""error_code of requests whose step the simulator let fail."""
-SECONDS_PER_TICK = 0.01
+RETRY_ID = 1_000
+"""Added to the id of a request that its client sends again after a restart."""
+MAX_SILENT_TICKS = 400
+"""Work that exists gives a token or an end within so many: the longest prompt here takes 64 steps, and may start over
+a few times."""
 
 
 class Model(Protocol):
@@ -34,30 +47,35 @@ class Model(Protocol):
         """The page is free now: a later read of what it holds is an error."""
         ...
 
+    def poison_host(self, host_page: int) -> None:
+        """The same for a host page."""
+        ...
+
 
 class SimulationFailure(AssertionError):
-    """A broken promise; the text holds seed, tick and the last events."""
+    """A broken promise; the text holds seed, tick, the world, the last events and the trace hash."""
 
+    def __init__(self, world: World, tick: int, broken: str, trace: Trace) -> None:
+        super().__init__(
+            f"seed {world.seed}, tick {tick}: {broken}\n"
+            f"again: make simulate SEED0={world.seed} SEEDS=1\ntrace {trace.hash}, last lines:\n{trace.recent}\n"
+            f"world:\n{world_source(world)}"
+        )
+        self.world, self.tick, self.broken = world, tick, broken
 
-@dataclass(slots=True)
-class Log:
-    """What the outside has seen of one request."""
-
-    request: Request
-    tokens: list[TokenEvent] = field(default_factory=list)
-    finished: Finished | None = None
+    def __reduce__(self) -> tuple[type[Exception], tuple[str]]:
+        return (AssertionError, (str(self),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """trace_hash covers every plan and event."""
+    """trace_hash covers every plan and event. covered: how often what happened, so that seeds which reach nothing are
+    seen; its names are fixed, zeros left out."""
 
     num_ticks: int
     num_steps: int
-    num_preemptions: int
-    num_hit_tokens: int
-    num_refused: int
     finished: tuple[Finished, ...]
+    covered: Mapping[str, int]
     trace_hash: str
 
 
@@ -71,227 +89,273 @@ def weak_page_hash(num_digests: int) -> PageHash:
 
 
 class Simulation:
-    """One run of one world. expected gives all tokens of a request that runs to its end alone."""
+    """One run of one world. make_model: a fresh model, one for each life of the engine. expected: all tokens of a
+    request that runs to its end alone."""
 
     def __init__(
         self,
         world: World,
-        model: Model,
+        make_model: Callable[[], Model],
         expected: Callable[[Request], tuple[SampledToken, ...]],
     ) -> None:
         self._world = world
-        self._model = model
+        self._make_model = make_model
         self._expected = expected
-        hash_page = sha256_page if world.num_digests is None else weak_page_hash(world.num_digests)
-        self._scheduler = Scheduler(world.config, hash_page=hash_page)
         self._draw = Draw(world.seed ^ 0x5EED)
-        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
-        self._logs: dict[RequestId, Log] = {}
-        self._num_refused = 0
+        self._edge = SimulatedEdge(world.stall_ticks)
+        self._arrivals = deque(world.arrivals)
+        self._covered: Counter[str] = Counter()
+        self._trace = Trace()
         self._tick = 0
-        self._trace: list[str] = []
+        self._now_us = 0
+        self._num_steps = 0
+        self._is_draining = False
+        self._last_news = 0
+        self._start_engine()
 
     def run(self) -> Report:
         """Raises SimulationFailure with the first broken promise."""
+        world = self._world
         try:
             last_tick = self._last_tick()
-            while self._tick <= self._last_scheduled() or not self._scheduler.is_idle:
-                self._require(self._tick <= last_tick, "work remains, but nothing ends any more")
+            while self._arrivals or self._tick <= world.faults.last_tick or not self._is_idle:
+                need(self._tick <= last_tick, "I10", "work remains, but nothing ends any more")
                 self._run_tick()
                 self._tick += 1
-            self._check_end()
-        except SimulationFailure:
-            raise
+            need(not self._in_flight, "I10", "idle, but a step is in flight")
+            check_counters(world, self._scheduler, self._own_clients)
+        except Broken as broken:
+            raise SimulationFailure(world, self._tick, str(broken), self._trace) from None
         except Exception as error:
-            raise self._failure(f"{type(error).__name__}: {error}") from error
-        stats = self._scheduler.stats()
+            text = f"{type(error).__name__}: {error}"
+            raise SimulationFailure(world, self._tick, text, self._trace) from error
+        self._cover_world()
+        clients = self._edge.clients.values()
         return Report(
             num_ticks=self._tick,
-            num_steps=stats.steps,
-            num_preemptions=stats.preemptions,
-            num_hit_tokens=stats.prefix_hits_tokens,
-            num_refused=self._num_refused,
-            finished=tuple(log.finished for log in self._logs.values() if log.finished is not None),
-            trace_hash=hashlib.sha256("\n".join(self._trace).encode()).hexdigest(),
+            num_steps=self._num_steps + self._scheduler.stats().steps,
+            finished=tuple(client.finished for client in clients if client.finished is not None),
+            covered={name: self._covered[name] for name in sorted(self._covered) if self._covered[name]},
+            trace_hash=self._trace.hash,
         )
 
     @property
+    def _is_idle(self) -> bool:
+        return self._scheduler.is_idle and self._edge.is_idle
+
+    @property
     def _now_s(self) -> float:
-        return self._tick * SECONDS_PER_TICK
+        return self._now_us / 1e6
+
+    def _start_engine(self) -> None:
+        world = self._world
+        hash_page = sha256_page if world.num_digests is None else weak_page_hash(world.num_digests)
+        self._scheduler = Scheduler(world.config, hash_page=hash_page)
+        self._model = self._make_model()
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._own_clients: list[Client] = []
+        self._plan_checks = PlanChecks(world, self._scheduler, self._edge.clients)
+        if self._is_draining:
+            self._scheduler.drain()
 
     def _run_tick(self) -> None:
-        world, scheduler = self._world, self._scheduler
-        if self._tick == world.drain_tick:
-            scheduler.drain()
-        for tick, request in world.arrivals:
-            if tick == self._tick:
-                self._submit(request)
+        if self._scheduler.is_idle and not self._arrivals and self._tick > self._world.faults.last_tick:
+            self._edge.turn(self._tick)
+            return
+        self._break_things()
+        while self._arrivals and self._arrivals[0].tick <= self._tick:
+            self._submit(self._arrivals.popleft())
         self._cancel()
-        plan = scheduler.plan_step(self._now_s)
-        if plan is not None:
-            self._check_plan(plan)
-            self._note(plan)
-            self._in_flight.append((plan, self._model.dispatch(plan)))
-        self._after_event()
-        is_full = len(self._in_flight) == world.config.max_steps_in_flight
-        if self._in_flight and (plan is None or is_full or self._draw.chance(world.collect_early_percent)):
+        plan = self._plan()
+        is_full = len(self._in_flight) == self._world.config.max_steps_in_flight
+        if self._in_flight and (plan is None or is_full or self._draw.chance(self._world.collect_early_percent)):
             self._collect()
         else:
-            self._require(plan is not None or scheduler.is_idle, "work waits, but no step is planned or in flight")
+            self._now_us += self._world.step_us
+            need(plan is not None or self._scheduler.is_idle, "I10", "work waits, but no step is planned or in flight")
+        for request_id in self._edge.turn(self._tick):
+            self._end(request_id, CancelReason.SLOW_CLIENT)
+        if self._scheduler.is_idle:
+            self._last_news = self._tick
+        need(self._tick - self._last_news <= MAX_SILENT_TICKS, "I9", "work exists, but gives no token and no end")
 
-    def _submit(self, request: Request) -> None:
+    def _plan(self) -> StepPlan | None:
+        self._take(self._scheduler.expire(self._now_s))
+        planned_us = self._now_us
+        plan = self._scheduler.plan_step(self._now_s)
+        if plan is not None:
+            self._note(plan_line(plan))
+            self._plan_checks.check(plan, planned_us)
+            self._in_flight.append((plan, self._model.dispatch(plan)))
+            self._covered["steps with prefill"] += bool(plan.prefill)
+            self._covered["pages swapped out"] += len(plan.swap_out)
+            self._covered["pages swapped in"] += len(plan.swap_in)
+        self._check_state()
+        return plan
+
+    # What comes from outside
+
+    def _break_things(self) -> None:
+        faults, tick = self._world.faults, self._tick
+        self._now_us += sum(1_000 * ms for at, ms in faults.jumps if at == tick)
+        if tick in faults.restarts:
+            self._restart()
+        if tick == faults.drain_tick:
+            self._is_draining = True
+            self._scheduler.drain()
+        for at, k in faults.evictions:
+            for _ in range(k if at == tick else 0):
+                self._evict()
+        for at, k in faults.forced:
+            if at == tick:
+                self._force(k)
+
+    def _restart(self) -> None:
+        """All live requests end typed, by the edge, which alone knows that the engine died; clients try again."""
+        self._num_steps += self._scheduler.stats().steps
+        self._note("restart")
+        lost = self._edge.live
+        for client in lost:
+            client.is_lost = True
+        again = [
+            Arrival(
+                tick=self._tick + 1,
+                request=replace(client.request, request_id=RequestId(client.request.request_id + RETRY_ID)),
+                reader=client.reader,
+            )
+            for client in lost
+        ]
+        self._arrivals = deque(sorted((*self._arrivals, *again), key=lambda arrival: arrival.tick))
+        self._covered["requests lost by a restart"] += len(lost)
+        self._start_engine()
+
+    def _evict(self) -> None:
+        for lane in self._scheduler.lanes:
+            if lane.memory.pool.num_cached:
+                lane.memory.cache.evict()
+                self._covered["evictions by force"] += 1
+        self._check_state()
+
+    def _force(self, k: int) -> None:
+        """The k-th live request, counted around; the scheduler leaves one alone that waits."""
+        ids = [client.request.request_id for client in self._edge.live]
+        if ids:
+            self._take(self._scheduler.preempt(ids[k % len(ids)], self._now_s))
+            self._check_state()
+
+    def _submit(self, arrival: Arrival) -> None:
+        request = arrival.request
+        waiting = self._scheduler.stats().waiting
         rejection = self._scheduler.submit(request, self._now_s)
-        config = self._world.config
-        size = len(request.prompt_ids) + request.stop.max_tokens
-        fits = size <= min(config.max_context, (config.num_pages - 1) * config.page_size + 1)
+        check_answer(self._world, self._scheduler, request, rejection, waiting, self._is_draining)
         if rejection is None:
-            self._require(fits, f"request {request.request_id} can never fit, but was accepted")
-            self._require(self._scheduler.stats().waiting <= config.max_queued_requests, "the queue takes too many")
-            self._logs[request.request_id] = Log(request)
+            client = Client(request, arrival.reader, self._now_us, arrival.cancel_after)
+            self._edge.open(client)
+            self._own_clients.append(client)
+            self._last_news = self._tick
+            self._note(f"accepted #{request.request_id} {' '.join(map(str, request.prompt_ids))}")
         else:
-            self._num_refused += 1
-            is_size = rejection.reason in (RejectionReason.CONTEXT_EXCEEDED, RejectionReason.NEVER_FITS)
-            is_late = rejection.reason == RejectionReason.SHUTTING_DOWN
-            drain_tick = self._world.drain_tick
-            self._require(is_late == (drain_tick is not None and drain_tick <= self._tick), "refused by drain wrongly")
-            self._require(is_late or is_size != fits, f"request {request.request_id} was refused wrongly: {rejection}")
-        self._after_event()
+            self._covered[f"refused: {rejection.reason.value}"] += 1
+            self._note(f"refused #{request.request_id} {rejection.reason.value} {rejection.retry_after_ms}")
+        self._check_state()
 
     def _cancel(self) -> None:
-        for tick, request_id in self._world.cancels:
+        for tick, request_id in self._world.faults.cancels:
             if tick == self._tick:
-                log = self._logs.get(request_id)
-                is_live = log is not None and log.finished is None
-                events = self._scheduler.cancel(request_id, CancelReason.CLIENT, self._now_s)
-                self._require(len(events) == is_live, "a cancel must end a live request, and do nothing else")
-                self._take(events)
-                self._after_event()
+                self._end(request_id, CancelReason.CLIENT)
+        for tick, request_id in self._world.faults.duplicates:
+            client = self._edge.clients.get(request_id)
+            if tick == self._tick and client is not None and client.is_live:
+                rejection = self._scheduler.submit(client.request, self._now_s)
+                reasons = (RejectionReason.SHUTTING_DOWN,) if self._is_draining else (RejectionReason.INVALID,)
+                need(rejection is not None and rejection.reason in reasons, "I4", "an id in use was accepted again")
+                self._covered["duplicate ids"] += 1
+        for client in self._edge.live:
+            if client.cancel_after is not None and len(client.tokens) >= client.cancel_after:
+                self._covered["cancels with the last sample in flight"] += (
+                    client.cancel_after == client.request.stop.max_tokens - 1
+                )
+                self._end(client.request.request_id, CancelReason.DISCONNECT)
+
+    def _end(self, request_id: RequestId, reason: CancelReason) -> None:
+        client = self._edge.clients.get(request_id)
+        is_live = client is not None and client.is_live
+        events = self._scheduler.cancel(request_id, reason, self._now_s)
+        ended = [event.request_id for event in events if isinstance(event, Finished)]
+        need(ended == [request_id] * is_live, "I4", "a cancel must end a live request, and no other")
+        self._covered[f"cancelled: {reason.value}"] += is_live
+        self._take(events)
+        self._check_state()
+
+    # What comes back
 
     def _collect(self) -> None:
         plan, ticket = self._in_flight.popleft()
         result = self._model.collect(ticket)
-        if self._tick in self._world.fail_ticks:
+        self._now_us += self._world.step_us + self._world.token_us * plan.num_tokens
+        if self._tick in self._world.faults.fails:
+            self._note(f"step {plan.step_id} fails")
+            self._covered["failed steps"] += 1
             self._take(self._scheduler.fail_plan(plan, FAILED_STEP, "the step failed", self._now_s))
         else:
             self._take(self._scheduler.apply_result(plan, result, self._now_s))
-        self._after_event()
+        self._check_state()
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
-            self._note(event)
-            log = self._logs.get(event.request_id)
-            if log is None:
-                raise self._failure(f"an event for request {event.request_id}, which was never accepted")
-            self._require(log.finished is None, f"request {event.request_id} has an event after its end")
-            if isinstance(event, TokenEvent):
-                self._require(event.index == len(log.tokens), f"request {event.request_id} repeats or skips a token")
-                log.tokens.append(event)
+            self._note(event_line(event))
+            client = self._edge.take(event)
+            if isinstance(event, Finished):
+                check_finished(self._world, client, event, self._expected)
+                self._cover_finished(event)
             elif isinstance(event, Preempted):
-                self._require(bool(event.num_pages), f"request {event.request_id} was preempted without a page")
-            else:
-                log.finished = event
-                self._check_finished(log, event)
+                self._covered[f"preempted: {event.reason.value}, {event.action.value}"] += 1
+                continue
+            self._last_news = self._tick
 
-    def _after_event(self) -> None:
-        """Internal invariants, pages of plans in flight, bounds, poison."""
-        scheduler, config = self._scheduler, self._world.config
-        scheduler.check(deep=True)
-        for plan, _ in self._in_flight:
-            for row in plan.decode + plan.prefill:
-                pool = scheduler.lanes[config.lane_of_slot(row.slot.slot)].memory.pool
-                self._require(
-                    all(pool.num_holders(page) for page in row.page_ids), "a page of a plan in flight was given back"
-                )
-        for lane in scheduler.lanes:
+    def _check_state(self) -> None:
+        check_state(self._world, self._scheduler, (plan for plan, _ in self._in_flight))
+        for lane in self._scheduler.lanes:
             for page in lane.memory.pool.free_pages:
                 self._model.poison(page)
-        self._require(
-            scheduler.stats().running <= config.num_lanes * config.num_slots, "more sequences run than there are slots"
-        )
+            for page in lane.host.free_pages:
+                self._model.poison_host(page)
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        """Pages that get written have one owner and are unknown to the cache."""
-        config = self._world.config
-        pools, size = [lane.memory.pool for lane in self._scheduler.lanes], config.page_size
-        written = [row.page_ids[row.position // size] for row in plan.decode]
-        written += [page for segment in plan.prefill for page in segment.page_ids[segment.start // size :]]
-        self._require(len(set(written)) == len(written), "two rows write one page")
-        self._require(
-            all(
-                pool.num_holders(page) == 1 and not pool.is_published(page)
-                for page in written
-                for pool in [pools[config.lane_of_page(page)]]
-            ),
-            "a plan writes a shared page",
-        )
+    # Bookkeeping
 
-    def _check_finished(self, log: Log, finished: Finished) -> None:
-        request, name = log.request, f"request {log.request.request_id}"
-        tokens = [SampledToken(token_id=t.token_id, logprobs=t.logprobs) for t in log.tokens]
-        expected = list(self._expected(request))
-        if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._require(tokens == expected, f"{name} differs from its run alone")
-            stops = tokens[-1].token_id in request.stop.stop_token_ids and len(tokens) >= request.stop.min_tokens
-            self._require(
-                finished.stop_token_id == (tokens[-1].token_id if stops else None)
-                and stops == (finished.reason == FinishReason.STOP),
-                f"{name} ended with the wrong reason",
-            )
-        else:
-            self._require(tokens == expected[: len(tokens)], f"{name} differs from its run alone before its end")
-        is_non_finite = (request.request_id, len(tokens)) in self._world.non_finite
-        if finished.reason == FinishReason.ERROR:
-            code = finished.error_code
-            self._require(code == FAILED_STEP or (code == NON_FINITE and is_non_finite), f"{name} failed for no reason")
-        elif finished.reason != FinishReason.CANCELLED:
-            lost = any((request.request_id, i) in self._world.non_finite for i in range(len(tokens)))
-            self._require(not lost, f"{name} has a token from logits that are not finite")
-        cached, times = finished.cached_tokens, finished.timings
-        self._require(
-            0 <= cached < len(request.prompt_ids) and cached % self._world.config.page_size == 0,
-            f"{name} has an impossible cached_tokens",
-        )
-        self._require(
-            finished.prompt_tokens == len(request.prompt_ids) and finished.completion_tokens == len(tokens),
-            f"{name} has wrong usage",
-        )
-        self._require(times.preemptions <= MAX_OPTIMISTIC_PREEMPTIONS, f"{name} was preempted too often")
-        self._require(min(times.queue_ms, times.prefill_ms, times.decode_ms) >= 0, f"{name} has a negative time")
+    def _cover_finished(self, event: Finished) -> None:
+        self._covered[f"ended: {event.reason.value}"] += 1
+        if event.cancel_reason == CancelReason.DEADLINE:
+            state = "queue" if not event.timings.prefill_ms else "prefill" if not event.completion_tokens else "decode"
+            self._covered[f"deadline missed in {state}"] += 1
+        if event.error_code is not None:
+            self._covered[f"failed: {event.error_code}"] += 1
+        self._covered["tokens from the cache"] += event.cached_tokens
 
-    def _check_end(self) -> None:
-        stats = self._scheduler.stats()
-        finished = [log.finished for log in self._logs.values() if log.finished is not None]
-        self._require(len(finished) == len(self._logs), "an accepted request has not ended")
-        self._require(not self._in_flight and stats.running == stats.waiting == 0, "idle, but something is left")
-        self._require(stats.pages_free + stats.pages_cached == stats.pages_total, "pages have not come back")
-        self._require(
-            stats.prompt_tokens == sum(f.prompt_tokens for f in finished)
-            and stats.generation_tokens == sum(f.completion_tokens for f in finished)
-            and stats.preemptions == sum(f.timings.preemptions for f in finished)
-            and stats.prefix_hits_tokens == sum(f.cached_tokens for f in finished),
-            "counters differ from the sums over requests",
-        )
-
-    def _last_scheduled(self) -> int:
-        return max(tick for tick, _ in self._world.arrivals)
+    def _cover_world(self) -> None:
+        config, faults = self._world.config, self._world.faults
+        for name, holds in (
+            ("worlds with several lanes", config.num_lanes > 1),
+            ("worlds in deterministic mode", config.deterministic),
+            ("worlds with an objective", config.inter_token_s is not None),
+            ("worlds with swap", config.num_swap_pages > 0),
+            ("worlds with a weak hash", self._world.num_digests is not None),
+            ("worlds with clock jumps", bool(faults.jumps or faults.wall_jumps)),
+            ("worlds that drain", faults.drain_tick is not None),
+            ("worlds with a restart", bool(faults.restarts)),
+        ):
+            self._covered[name] += holds
+        self._covered["slow clients given up"] += self._edge.num_stalled
 
     def _last_tick(self) -> int:
-        """By then all must have ended: all requests one after the other, each recomputed as often as may be."""
-        chunk = self._world.config.chunk_tokens
+        """By then all must have ended: all requests one after the other, each started over as often as may be."""
+        world = self._world
+        tries = (MAX_PREEMPTIONS + 1 + len(world.faults.forced)) * (1 + len(world.faults.restarts))
         steps = sum(
-            (MAX_OPTIMISTIC_PREEMPTIONS + 1)
-            * (-(-(len(r.prompt_ids) + r.stop.max_tokens) // chunk) + r.stop.max_tokens + 4)
-            for _, r in self._world.arrivals
+            tries * (-(-(len(r.prompt_ids) + r.stop.max_tokens) // world.config.page_size) + r.stop.max_tokens + 4)
+            for r in (arrival.request for arrival in world.arrivals)
         )
-        return self._last_scheduled() + 2 * steps
+        return max(world.last_arrival, world.faults.last_tick) + 2 * steps + 2 * world.stall_ticks + 100
 
-    def _note(self, what: StepPlan | Event) -> None:
-        self._trace.append(f"{self._tick} {what!r}")
-
-    def _require(self, holds: bool, text: str) -> None:
-        if not holds:
-            raise self._failure(text)
-
-    def _failure(self, text: str) -> SimulationFailure:
-        recent = "\n".join(self._trace[-8:])
-        return SimulationFailure(f"seed {self._world.seed}, tick {self._tick}: {text}\n{recent}")
+    def _note(self, what: str) -> None:
+        self._trace.note(self._tick, what)

@@ -5,38 +5,60 @@ from bisect import insort
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.drain_rate import DrainRate
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.policy import queue_rank
-from headrace.serving.core.request import Rejection, RejectionReason, Request
+from headrace.serving.core.fair_share import Tenant
+from headrace.serving.core.policy import arrival_rank, waiting_turn
+from headrace.serving.core.request import Priority, Rejection, RejectionReason, Request
 from headrace.serving.core.sequence import Sequence
+
+Lines = dict[Priority, list[Sequence]]
 
 
 class WaitingQueue:
-    """Ordered by queue_rank. The bounds hold for new requests; a preempted one always comes back in."""
+    """A line by arrival for each tenant and class; the first of all is one of their heads, so that finding it takes as
+    long as there are lines, however many wait. The bounds hold for new requests; a preempted one always comes back in,
+    to its place by arrival.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_requests = config.max_queued_requests
         self._max_prompt_tokens = config.max_queued_prompt_tokens
-        self._sequences: list[Sequence] = []
+        self._aging_s = config.aging_s
+        self._lines: dict[Tenant, Lines] = {}
+        self._num_waiting = 0
         self._num_prompt_tokens = 0
         self._drain_rate = DrainRate()
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return self._num_waiting
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        return tuple(self._sequences)
+        """By arrival."""
+        waiting = [s for lines in self._lines.values() for line in lines.values() for s in line]
+        return tuple(sorted(waiting, key=arrival_rank))
 
-    @property
-    def first(self) -> Sequence:
-        return self._sequences[0]
+    def first(self, now_s: float) -> Sequence:
+        """Whose turn it is; there must be one."""
+        heads = (line[0] for lines in self._lines.values() for line in lines.values())
+        return min(heads, key=lambda sequence: waiting_turn(sequence, now_s, self._aging_s))
+
+    def wait_s(self, tenant: str, priority: Priority, now_s: float) -> float:
+        """At least so long a new request waits, by the measured rate: until those have left that wait in its tenant's
+        lines of its class and above. Others may be ahead of it too. 0 while nothing was measured."""
+        lines = next((lines for owner, lines in self._lines.items() if owner.name == tenant), {})
+        num_ahead = sum(len(line) for its, line in lines.items() if its <= priority)
+        return self._drain_rate.wait_s(num_ahead, now_s) if num_ahead else 0.0
 
     def refuse(self, request: Request, now_s: float) -> Rejection | None:
         """Why the request does not fit into the queue now, with a hint when it may."""
         num_tokens = self._num_prompt_tokens + len(request.prompt_ids)
         if len(self) >= self._max_requests:
             text = f"max_queued_requests={self._max_requests} requests wait already"
-        elif self._sequences and num_tokens > self._max_prompt_tokens:
+        elif self._num_waiting and num_tokens > self._max_prompt_tokens:
             text = f"the prompts that wait would exceed max_queued_prompt_tokens={self._max_prompt_tokens}"
         else:
             return None
@@ -48,24 +70,39 @@ class WaitingQueue:
         )
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=queue_rank)
+        lines = self._lines.setdefault(sequence.tenant, {})
+        insort(lines.setdefault(sequence.request.priority, []), sequence, key=arrival_rank)
+        self._num_waiting += 1
         self._num_prompt_tokens += len(sequence.request.prompt_ids)
 
     def remove(self, sequence: Sequence) -> None:
-        self._sequences.remove(sequence)
+        lines, priority = self._lines[sequence.tenant], sequence.request.priority
+        lines[priority].remove(sequence)
+        if not lines[priority]:
+            del lines[priority]
+        if not lines:
+            del self._lines[sequence.tenant]
+        self._num_waiting -= 1
         self._num_prompt_tokens -= len(sequence.request.prompt_ids)
 
     def start(self, sequence: Sequence, now_s: float) -> None:
         """Remove a sequence because it runs from now on."""
         self.remove(sequence)
-        self._drain_rate.on_leave(now_s, bool(self._sequences))
+        self._drain_rate.on_leave(now_s, self._num_waiting > 0)
 
     def check(self) -> None:
-        """Raise InvariantError if the order, the token count or a waiting sequence is wrong."""
-        if self._sequences != sorted(self._sequences, key=queue_rank):
-            raise InvariantError("the waiting queue is out of order")
-        if self._num_prompt_tokens != sum(len(s.request.prompt_ids) for s in self._sequences):
+        """Raise InvariantError if an order, a count or a waiting sequence is wrong."""
+        waiting = self.sequences
+        for tenant, lines in self._lines.items():
+            for priority, line in lines.items():
+                if not line or line != sorted(line, key=arrival_rank):
+                    raise InvariantError("the waiting queue is out of order")
+                if any(s.tenant is not tenant or s.request.priority is not priority for s in line):
+                    raise InvariantError("a request waits in the wrong line")
+        if self._num_waiting != len(waiting):
+            raise InvariantError("the count of waiting requests is wrong")
+        if self._num_prompt_tokens != sum(len(s.request.prompt_ids) for s in waiting):
             raise InvariantError("the count of queued prompt tokens is wrong")
-        for s in self._sequences:
+        for s in waiting:
             if s.slot is not None or s.pages or s.num_pending or s.num_computed:
                 raise InvariantError(f"waiting request {s.request.request_id} holds state of a tenancy")

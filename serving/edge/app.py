@@ -7,6 +7,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from headrace.serving.edge.http_json import EXCEPTION_HANDLERS
+from headrace.serving.edge.load_routes import load_route
 from headrace.serving.edge.openai_routes import openai_routes
 from headrace.serving.edge.ops_routes import ops_routes
 from headrace.serving.edge.service import Service
@@ -22,7 +23,7 @@ def build_app(
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
     """security wraps everything, HTTP and WebSocket alike. extra_routes: the page, say."""
-    routes: list[BaseRoute] = [*openai_routes(service), *ops_routes(service), *extra_routes]
+    routes: list[BaseRoute] = [*openai_routes(service), *ops_routes(service), load_route(service), *extra_routes]
     if stream_endpoint is not None:
         routes += [WebSocketRoute(STREAM_PATH, stream_endpoint), Route(STREAM_PATH, stream_endpoint)]
     return security(Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS))

@@ -50,7 +50,8 @@ class ParsedBody:
     """What a body says: in the table's ranges, not yet held against the model (vocabulary, context, pages).
 
     prompts: of a completion, one choice each; chat: of a chat; exactly one of the two is set.
-    has_seed False: the edge draws one. max_tokens None: the rest of the context.
+    has_seed False: the edge draws one. max_tokens None: the rest of the context. generate False: the prompt is computed
+    and cached, and nothing comes out.
     """
 
     model: str | None
@@ -65,6 +66,7 @@ class ParsedBody:
     ignore_eos: bool
     include_stop: bool
     options: JobOptions
+    generate: bool = True
 
 
 def parse_body(endpoint: Endpoint, body: Mapping[str, object], *, allow_unknown: bool = False) -> ParsedBody:
@@ -72,20 +74,24 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, object], *, allow_unknown:
     fields = check_fields(endpoint, body, allow_unknown=allow_unknown)
     values: Values = fields.values
     is_chat = endpoint is Endpoint.CHAT
+    generate: bool = values.get("generate", True)
     num_logprobs = _chat_logprobs(values) if is_chat else values.get("logprobs")
+    if not generate:
+        num_logprobs = None
     return ParsedBody(
         model=values.get("model"),
         prompts=() if is_chat else _prompts(values),
         chat=chat_prompt(values) if is_chat else None,
         sampling=_sampling(values, num_logprobs),
         has_seed="seed" in values,
-        max_tokens=_max_tokens(values, None if is_chat else DEFAULT_COMPLETION_TOKENS),
-        min_tokens=values.get("min_tokens", 0),
+        max_tokens=_max_tokens(values, None if is_chat else DEFAULT_COMPLETION_TOKENS) if generate else 1,
+        min_tokens=values.get("min_tokens", 0) if generate else 0,
         stop=values.get("stop", ()),
         stop_token_ids=tuple(dict.fromkeys(values.get("stop_token_ids", ()))),
         ignore_eos=values.get("ignore_eos", False),
         include_stop=values.get("include_stop_str_in_output", False),
         options=_options(values, logprobs=num_logprobs is not None, ignored=fields.ignored),
+        generate=generate,
     )
 
 

@@ -1,31 +1,118 @@
-"""`GET /v1/contract`: what fixes an answer, and what it runs on.
+"""The contract of the engine that is ready, `GET /v1/contract`, and what clients expect of it.
 
-Only ``contract`` is in the fingerprint. The rest says where and how it runs, which changes no answer: a server keeps
-its fingerprint on another chip of a mesh of the same shape, and with more or fewer pages.
+Only ``contract`` and ``numerics`` have hashes. The rest says where and how it runs, which changes no answer.
 """
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import msgspec
 
+from headrace.serving.core.contract import (
+    CANCEL_SEMANTICS,
+    CONTRACT_FORMAT,
+    LOGPROB_SEMANTICS,
+    BadExpectation,
+    Contract,
+    parse_expectation,
+    unmet,
+)
+from headrace.serving.core.policy import POLICY_VERSION
+from headrace.serving.core.request import SAMPLING_POLICY
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.http_json import JsonObject
-from headrace.serving.edge.service import Service
+from headrace.serving.edge.messages import SUBPROTOCOL
+from headrace.serving.engine.messages import Ready
+
+EXPECT_HEADER = "x-headrace-expect-contract"
+CONTRACT_HEADER = "x-headrace-contract"
+INT8_SCHEME = (
+    "int8 symmetric, one group per output channel over the whole contraction, float32 factors, rounded to nearest from "
+    "the stored values without calibration; embeddings, routers and vectors are not quantized"
+)
 
 
-def contract_document(service: Service) -> JsonObject:
-    """Raises: ApiError while no engine is ready, since the engine alone knows most of it."""
-    ready = service.engine.ready_info
-    if ready is None:
+def quantization(ready: Ready) -> dict[str, object]:
+    """The exact scheme: how many tensors of which type the files hold, and what becomes of them in memory."""
+    own = f"decoded to {ready.dtype}" if ready.weights == "native" else ready.weights
+    return {"stored": dict(ready.stored_types), "served": INT8_SCHEME if ready.weights == "int8" else own}
+
+
+class ServedContract:
+    """The contract of whatever engine is ready. tokenizer, template: content hashes; template None = the model has no
+    chat. stop_ids: that end a generation."""
+
+    def __init__(self, *, tokenizer: str, template: str | None, stop_ids: tuple[int, ...]) -> None:
+        self._edge = {"tokenizer": tokenizer, "template": template, "stop_ids": sorted(stop_ids)}
+        self._last: tuple[Ready, Contract] | None = None
+
+    def of(self, ready: Ready) -> Contract:
+        """Made once for each engine."""
+        if self._last is None or self._last[0] is not ready:
+            self._last = (ready, Contract(self._parts(ready), dict(ready.numerics)))
+        return self._last[1]
+
+    def _parts(self, ready: Ready) -> dict[str, object]:
+        return {
+            "format": CONTRACT_FORMAT,
+            "model": ready.model_hash,
+            "adapter": None,
+            "family": ready.family,
+            "architecture": ready.architecture,
+            "dtype": ready.dtype,
+            "weights": ready.weights,
+            "quantization": quantization(ready),
+            "kv_dtype": ready.kv_dtype,
+            "attention": ready.attention,
+            **self._edge,
+            "max_context": ready.max_context,
+            "sampling": SAMPLING_POLICY,
+            "deterministic": ready.deterministic,
+            "logprobs": LOGPROB_SEMANTICS,
+            "cancellation": CANCEL_SEMANTICS,
+            "tool_calls": None,
+            "scheduler": f"headrace-scheduler/{POLICY_VERSION}",
+            "protocol": SUBPROTOCOL,
+        }
+
+
+def check_expectation(expected: str, contract: Contract, param: str = "expect_contract") -> None:
+    """Raises: ApiError for an expectation that cannot be read, or that this contract does not meet."""
+    try:
+        wrong = unmet(parse_expectation(expected), contract)
+    except BadExpectation as error:
+        raise ApiError(ErrorCode.INVALID_VALUE, f"{param} {error}.", param=param) from None
+    if wrong is not None:
         raise ApiError(
-            ErrorCode.NOT_READY,
-            "The contract is known when the engine is ready; /readyz says when. Retry later.",
-            retry_after_ms=5000,
+            ErrorCode.CONTRACT_MISMATCH,
+            f"This server does not serve the expected contract: {wrong}. GET /v1/contract says what is in it; accept "
+            "it, or ask another replica.",
+            param=param,
         )
+
+
+def contract_document(
+    contract: Contract,
+    ready: Ready,
+    *,
+    headrace: str,
+    revision: str | None,
+    shows_date: bool,
+    probe: Mapping[str, object],
+    first_token_ms: int | None = None,
+) -> JsonObject:
+    """Body of ``/v1/contract``. revision: of the model, where it has one; a name, so it is in no hash. shows_date: the
+    chat template writes the day of the start into prompts. probe: see ``edge.probe``.
+    first_token_ms: the server's objective."""
     return {
-        "fingerprint": service.contract,
-        "contract": service.contract_parts,
+        "fingerprint": contract.fingerprint,
+        "contract": dict(contract.parts),
+        "numerics_hash": contract.numerics_hash,
+        "numerics": dict(contract.numerics),
+        "probe": dict(probe),
+        "revision": revision,
+        "template_shows_date": shows_date,
         "topology": {"mesh": ready.mesh, **msgspec.to_builtins(ready.topology)},
         "engine": {
             "max_context": ready.max_context,
@@ -34,9 +121,10 @@ def contract_document(service: Service) -> JsonObject:
             "num_pages": ready.num_pages,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "weights_bytes": ready.weights_bytes,
+            **({} if first_token_ms is None else {"first_token_ms": first_token_ms}),
         },
         "versions": {
-            "headrace": service.config.version,
+            "headrace": headrace,
             "jax": version("jax"),
             "jaxlib": version("jaxlib"),
             "python": platform.python_version(),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from headrace.serving.core.events import Finished, TokenEvent
 from headrace.serving.core.request import CancelReason, Rejection, RejectionReason, Request, RequestId
 from headrace.serving.edge.engine_connection import EngineConnection, EngineLaunch
+from headrace.serving.edge.preemption_counts import PreemptionCounts
 from headrace.serving.engine.lifecycle import Backoff, EngineState, ProgressLimits, Watchdog
 from headrace.serving.engine.messages import (
     Cancel,
@@ -82,6 +83,7 @@ class EngineClient:
         self._failure: str | None = None
         self._ready_info: Ready | None = None
         self._stats = Stats()
+        self.preemptions = PreemptionCounts()
         self._sinks: dict[RequestId, Sink] = {}
         self._cancelled: set[RequestId] = set()
         self._last_id = 0
@@ -173,8 +175,7 @@ class EngineClient:
                 message="the engine is behind with reading requests; try again later",
                 retry_after_ms=1000,
             )
-            refused = Refused(request_id=request_id, rejection=rejection)
-            asyncio.get_running_loop().call_soon(self._end, request_id, refused)
+            asyncio.get_running_loop().call_soon(self._end, request_id, Refused(request_id, rejection))
         else:
             self._connection.send(Submit(request))
 
@@ -241,12 +242,9 @@ class EngineClient:
             if self._connection is None:
                 self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
-        self._end_for_good()
-        return cut
-
-    def _end_for_good(self) -> None:
         self._ended.set()
         self._settled.set()
+        return cut
 
     async def _wait_empty(self, limit_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -277,7 +275,8 @@ class EngineClient:
                     return
                 await self._reopen(backoff, loop.time() - started_s)
         finally:
-            self._end_for_good()
+            self._ended.set()
+            self._settled.set()
 
     async def _bury(self) -> None:
         """Wait until the engine is lost, then until its process is gone."""
@@ -331,6 +330,7 @@ class EngineClient:
         match message:
             case Step():
                 self._stats = message.stats.after(self._stats)
+                self.preemptions.add(message.preempted)
                 for token in message.tokens:
                     if (sink := self._sinks.get(token.request_id)) is not None:
                         _call(sink, token)

@@ -26,6 +26,7 @@ class ErrorCode(StrEnum):
     INVALID_VALUE = "invalid_value"
     CONFLICTING_FIELDS = "conflicting_fields"
     INVALID_REQUEST = "invalid_request"
+    CONTRACT_MISMATCH = "contract_mismatch"
     INVALID_MESSAGE = "invalid_message"
     TEMPLATE_FAILED = "template_failed"
     EMPTY_PROMPT = "empty_prompt"
@@ -88,6 +89,7 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
     ErrorCode.INVALID_VALUE: ErrorRule(400, _BAD, "The value lies outside the field's range."),
     ErrorCode.CONFLICTING_FIELDS: ErrorRule(400, _BAD, "Two fields contradict each other."),
     ErrorCode.INVALID_REQUEST: ErrorRule(400, _BAD, "Admission refused a value of the request."),
+    ErrorCode.CONTRACT_MISMATCH: ErrorRule(412, _BAD, "Another contract is served than the client expects."),
     ErrorCode.INVALID_MESSAGE: ErrorRule(400, _BAD, "A chat message has a role or content that is not supported."),
     ErrorCode.TEMPLATE_FAILED: ErrorRule(400, _BAD, "The chat template refused the messages."),
     ErrorCode.EMPTY_PROMPT: ErrorRule(400, _BAD, "The prompt has no tokens."),
@@ -105,7 +107,9 @@ ERROR_TABLE: dict[ErrorCode, ErrorRule] = {
     ErrorCode.DEADLINE_EXCEEDED: ErrorRule(504, ErrorType.OVERLOADED, "The deadline passed; the request was ended."),
     ErrorCode.TOO_MANY_STREAMS: ErrorRule(429, ErrorType.OVERLOADED, "Too many live streams on this connection."),
     ErrorCode.SHUTTING_DOWN: ErrorRule(503, ErrorType.UNAVAILABLE, "The server drains and takes no new work."),
-    ErrorCode.NOT_READY: ErrorRule(503, ErrorType.UNAVAILABLE, "The engine is starting or not ready."),
+    ErrorCode.NOT_READY: ErrorRule(
+        503, ErrorType.UNAVAILABLE, "The server is starting or not ready; /readyz says why."
+    ),
     ErrorCode.ENGINE_LOST: ErrorRule(503, ErrorType.UNAVAILABLE, "The engine died or hung during the request."),
     ErrorCode.SLOW_CLIENT: ErrorRule(408, _BAD, "The client stopped reading and its streams were cancelled."),
     ErrorCode.INTERNAL: ErrorRule(500, ErrorType.SERVER, "A fault of the server; the request failed alone."),
@@ -183,14 +187,21 @@ def shutting_down() -> ApiError:
     )
 
 
+def deadline_exceeded() -> ApiError:
+    """In preparation, in the engine, or while the client did not read."""
+    return ApiError(
+        ErrorCode.DEADLINE_EXCEEDED,
+        "The deadline of the request passed before its end was given to the client; it was ended. Allow more time, or "
+        "ask for fewer tokens.",
+    )
+
+
 def from_finished(finished: Finished) -> ApiError | None:
     """The error that a terminal event stands for; None where it is a result (stop, length, cancelled by the client)."""
     if finished.error_code is not None:
         return ApiError(finished.error_code, finished.error_message or "The request failed in the engine.")
     if finished.cancel_reason is CancelReason.DEADLINE:
-        return ApiError(
-            ErrorCode.DEADLINE_EXCEEDED, "The deadline of the request passed before its last token; it was ended."
-        )
+        return deadline_exceeded()
     if finished.cancel_reason is CancelReason.SHUTDOWN:
         return shutting_down()
     if finished.cancel_reason is CancelReason.SLOW_CLIENT:

@@ -116,6 +116,9 @@ _APPLIED: tuple[Field, ...] = (
     _applied("stop_token_ids", TokenIds(0, MAX_STOP_IDS), "[]", "beside the model's end-of-sequence ids"),
     _applied("include_stop_str_in_output", Flag(), "false", "show the stop string or the stop id's text"),
     _applied("ignore_eos", Flag(), "false"),
+    _applied(
+        "generate", Flag(), "true", "false: the prompt is computed and cached for later ones, and no output comes"
+    ),
     _applied("logprobs", Flag(), "false", "of the model's own distribution, before bias and temperature", CHAT),
     _applied("top_logprobs", Whole(0, MAX_LOGPROBS), "0", "needs logprobs", CHAT),
     _applied(
@@ -169,8 +172,8 @@ _REFUSED: tuple[Field, ...] = (
     _refused("prompt_logprobs"),
     _refused("logits_processors", []),
     _refused("bad_words", []),
-    _refused("priority", 0),
-    _refused("deadline_ms"),
+    _refused("priority", 0, note="of the header x-headrace-priority, or of `create`"),
+    _refused("deadline_ms", note="of the header x-headrace-deadline-ms, or of `create`"),
     _refused("use_beam_search", False),
     _refused("length_penalty", 1, 1.0),
     _refused("early_stopping", False),

@@ -11,6 +11,7 @@ Rules that hold in every mode:
 * Usage ends with the token that completed a stop string. The engine is then told to stop; what it still sends is
   dropped. Text behind the stop string is never shown.
 * A stop string counts only when the token that completes it is at least the min_tokens-th (``core.text``).
+* A deadline counts until the end has been taken: what a client has not read by then it does not get any more.
 * Logprobs and token ids belong to tokens, text to characters: text may be held back (a character cut between tokens,
   a possible beginning of a stop string) while its token is already reported. At the end both are complete.
 """
@@ -27,7 +28,7 @@ from headrace.serving.core.events import Finished, Timings, TokenEvent
 from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Request, RequestId
 from headrace.serving.core.text import OutputText, TextPiece
-from headrace.serving.edge.errors import ApiError, engine_lost, from_finished, from_rejection
+from headrace.serving.edge.errors import ApiError, deadline_exceeded, engine_lost, from_finished, from_rejection
 from headrace.serving.edge.pacing import AT_ONCE, CallLater, Pacer, Pacing
 from headrace.serving.engine.messages import Refused
 
@@ -110,6 +111,8 @@ class GenerationWatcher(Protocol):
 
     def on_token(self, generation: "Generation", now_s: float, previous_s: float | None) -> None: ...
     def on_end(self, generation: "Generation", outcome: Done | Failure, now_s: float) -> None: ...
+    def on_unread_at_deadline(self, generation: "Generation") -> None:
+        """The deadline passed while its output, maybe all of it, waited for the client to read."""
 
 
 class Generation:
@@ -126,11 +129,14 @@ class Generation:
         watcher: GenerationWatcher,
         keep_token_ids: bool = False,
         include_stop: bool = False,
+        drops_output: bool = False,
+        deadline_s: float | None = None,
         pacing: Pacing = AT_ONCE,
         clock: Callable[[], float] = time.monotonic,
         call_later: CallLater | None = None,
     ) -> None:
-        """index: of the choice. text: fresh. include_stop: whether a stop id's text is shown. call_later: see Pacer."""
+        """index: of the choice. text: fresh. include_stop: whether a stop id's text is shown. drops_output: the request
+        only warms the cache: its one token is not reported. deadline_s: on the clock. call_later: see Pacer."""
         self.index = index
         self.request = request
         self.created_s = clock()
@@ -141,6 +147,8 @@ class Generation:
         self._watcher = watcher
         self._keep_token_ids = keep_token_ids
         self._include_stop = include_stop
+        self._drops_output = drops_output
+        self._deadline_s = deadline_s
         self._clock = clock
         self._pacer = Pacer(pacing, self._tell, call_later)
         self._stop_ids = frozenset(request.stop.stop_token_ids)
@@ -179,6 +187,12 @@ class Generation:
         """All that is new: one merged Delta, then exactly one Done or Failure; None where there is nothing to show."""
         if not self._has_something():
             return None
+        if (
+            self._deadline_s is not None
+            and self._clock() > self._deadline_s
+            and not isinstance(self._terminal, Failure)
+        ):
+            return self._give_up_unread()
         if self._num_pending or self._has_text:
             delta = Delta(
                 text=self._text.getvalue(),
@@ -195,6 +209,18 @@ class Generation:
             return delta
         self._took_terminal = True
         return self._terminal
+
+    def _give_up_unread(self) -> Failure:
+        failure = Failure(deadline_exceeded())
+        self.cancel(CancelReason.DEADLINE)
+        self._watcher.on_unread_at_deadline(self)
+        self._text, self._has_text = StringIO(), False
+        self._ids, self._logprobs, self._num_pending = array("I"), [], 0
+        if self._terminal is None:
+            self._end(failure)
+        self._terminal = failure
+        self._took_terminal = True
+        return failure
 
     async def next(self) -> Outcome:
         """Wait for take(). Raises RuntimeError after the terminal."""
@@ -236,6 +262,8 @@ class Generation:
         self._last_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
+        if self._drops_output:
+            return
         self._num_pending += 1
         self._num_total += 1
         self._pacer.on_token(self._num_pending)
@@ -263,11 +291,14 @@ class Generation:
             self._end(Failure(error))
             return
         stop_reason: str | int | None = self._matched
-        if stop_reason is None and finished.reason is FinishReason.STOP:
+        reason = FinishReason.STOP if self._matched is not None else finished.reason
+        if self._drops_output and reason is FinishReason.STOP:
+            reason = FinishReason.LENGTH
+        if stop_reason is None and reason is FinishReason.STOP:
             stop_reason = finished.stop_token_id
         self._end(
             Done(
-                finish_reason=FinishReason.STOP if self._matched is not None else finished.reason,
+                finish_reason=reason,
                 stop_reason=stop_reason,
                 usage=Usage(
                     prompt_tokens=len(self.request.prompt_ids),

@@ -11,9 +11,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from headrace.serving.core.contract import MAX_EXPECTED
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
+from headrace.serving.edge.message_parts import ChoiceEnd, ErrorDetail, Preemption, SessionLimits, Times
 from headrace.serving.edge.strict_json import NotJson, parse
+from headrace.serving.edge.terms import MAX_DEADLINE_MS, parse_priority
 
 SUBPROTOCOL = "headrace.v1"
 BEARER_PREFIX = "bearer."
@@ -33,6 +36,15 @@ StreamId = Annotated[
 Seq = Annotated[int, Meta(ge=0, description="Number of the frame in its stream: 0, 1, 2, … without a gap.")]
 
 
+ExpectedContract = Annotated[
+    str,
+    Meta(
+        max_length=MAX_EXPECTED,
+        description="What must be served: see *Pinning a contract*. In `hello`: for every stream of the socket.",
+    ),
+]
+
+
 class CloseCode(IntEnum):
     """Why the server closes a socket. ``CLOSE_MEANINGS`` has the texts."""
 
@@ -46,6 +58,7 @@ class CloseCode(IntEnum):
     NOT_JSON = 4400
     UNAUTHENTICATED = 4401
     TOO_SLOW = 4408
+    CONTRACT_MISMATCH = 4412
     TOO_MANY = 4429
 
 
@@ -60,6 +73,7 @@ CLOSE_MEANINGS: dict[CloseCode, str] = {
     CloseCode.NOT_JSON: "A frame was binary, was not JSON, or was not an object.",
     CloseCode.UNAUTHENTICATED: "The API key of `hello` was absent or wrong, or another message came before `hello`.",
     CloseCode.TOO_SLOW: "No `hello` in time, or the client stopped reading for the write limit.",
+    CloseCode.CONTRACT_MISMATCH: "The server does not serve the contract that `hello` expects; an `error` came first.",
     CloseCode.TOO_MANY: "The client sent messages without reading the answers, or its key has too many sockets.",
 }
 
@@ -76,6 +90,7 @@ class Hello(ClientMessage, tag="hello", kw_only=True, frozen=True):
     client: Annotated[
         str, Meta(pattern=r"^[ -~]{0,64}\Z", description="Name and version of the client, for the server's log.")
     ] = ""
+    expect_contract: ExpectedContract | None = None
 
 
 class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
@@ -87,11 +102,33 @@ class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
         dict[str, Any],
         Meta(description="The request, as for `/v1/chat/completions` or `/v1/completions`; see *Body fields*."),
     ]
+    expect_contract: ExpectedContract | None = None
     detach: Annotated[
         bool, Meta(description="Go on generating for `resume_s` when the connection is lost, and allow `resume`.")
     ] = False
-    deadline_ms: Annotated[Any, Meta(description="Not applied by this version: refused unless absent or null.")] = None
-    priority: Annotated[Any, Meta(description="Not applied by this version: refused unless absent or null.")] = None
+    deadline_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=MAX_DEADLINE_MS,
+                description="From the arrival of this message until the client is given the end of the stream; what "
+                "would be later by estimate is refused with `deadline_unmeetable`, what is later ends with "
+                "`deadline_exceeded`. Absent: as the key's policy says.",
+            ),
+        ]
+        | None
+    ) = None
+    priority: (
+        Annotated[
+            str,
+            Meta(
+                description='`"high"`, `"normal"` or `"low"`: which requests that wait are taken first. Absent: '
+                '`"normal"`, or the best that the key may ask for.'
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Cancel(ClientMessage, tag="cancel", kw_only=True, frozen=True):
@@ -123,14 +160,6 @@ class ServerMessage(msgspec.Struct, tag_field="type", kw_only=True, frozen=True,
     """Base of what the server sends."""
 
 
-class SessionLimits(msgspec.Struct, kw_only=True, frozen=True):
-    """What this socket may do."""
-
-    max_streams: Annotated[int, Meta(description="Live streams at once.")]
-    max_frame_bytes: Annotated[int, Meta(description="Bytes of one message.")]
-    max_context: Annotated[int, Meta(description="Tokens of prompt and output; 0 while the engine starts.")]
-
-
 class Welcome(ServerMessage, tag="welcome", kw_only=True, frozen=True):
     """The first frame of an authenticated socket, sent without being asked for."""
 
@@ -141,6 +170,10 @@ class Welcome(ServerMessage, tag="welcome", kw_only=True, frozen=True):
     limits: Annotated[SessionLimits, Meta(description="What this socket may do.")]
     heartbeat_s: Annotated[float, Meta(description="Seconds between WebSocket pings; a pong is due in as many.")]
     resume_s: Annotated[float, Meta(description="Seconds that a detached stream lives without a connection.")]
+    contract: Annotated[
+        str | None, Meta(description="Fingerprint of the contract that is served; null while no engine is ready.")
+    ]
+    numerics: Annotated[str | None, Meta(description="Hash of its numerics; null likewise.")]
 
 
 class Created(ServerMessage, tag="created", kw_only=True, frozen=True):
@@ -151,6 +184,7 @@ class Created(ServerMessage, tag="created", kw_only=True, frozen=True):
     request_id: Annotated[str, Meta(description="The server's name of the request.")]
     model: Annotated[str, Meta(description="Model that answers.")]
     created: Annotated[int, Meta(description="Unix time in seconds.")]
+    contract: Annotated[str, Meta(description="Fingerprint of the contract that it is served under.")]
     queue_depth: Annotated[int, Meta(description="Requests that waited for the engine when this one was accepted.")]
     choices: Annotated[int, Meta(description="Choices that the stream has; indexes are 0 to choices - 1.")]
     ignored_fields: Annotated[
@@ -186,26 +220,6 @@ class Delta(ServerMessage, tag="delta", kw_only=True, frozen=True):
     obfuscation: Annotated[str, Meta(description="Padding, only with `include_obfuscation`.")] | UnsetType = UNSET
 
 
-class ChoiceEnd(msgspec.Struct, kw_only=True, frozen=True):
-    """How one choice ended."""
-
-    index: Annotated[int, Meta(description="Which choice.")]
-    finish_reason: Annotated[str, Meta(description='`"stop"`, `"length"` or `"cancelled"`.')]
-    stop_reason: Annotated[
-        str | int | None, Meta(description="The stop string or the stop token id that ended it, else null.")
-    ]
-
-
-class Times(msgspec.Struct, kw_only=True, frozen=True):
-    """Times as the server measured them; over several choices the longest."""
-
-    queue_ms: Annotated[float, Meta(description="Waiting for the engine.")]
-    prefill_ms: Annotated[float, Meta(description="From running to the first token.")]
-    first_token_ms: Annotated[float | None, Meta(description="From submission to the first token; null: no token.")]
-    decode_ms: Annotated[float, Meta(description="From the first token to the last.")]
-    preemptions: Annotated[int, Meta(description="How often its memory was taken and computed again.")]
-
-
 class Done(ServerMessage, tag="done", kw_only=True, frozen=True):
     """The good terminal frame: every choice has ended."""
 
@@ -214,15 +228,7 @@ class Done(ServerMessage, tag="done", kw_only=True, frozen=True):
     choices: Annotated[tuple[ChoiceEnd, ...], Meta(description="One entry per choice.")]
     usage: Annotated[dict[str, Any], Meta(description="Tokens, as in OpenAI's `usage`, over all choices.")]
     metrics: Annotated[Times, Meta(description="Server times.")]
-
-
-class ErrorDetail(msgspec.Struct, kw_only=True, frozen=True):
-    """What went wrong; the same object as in HTTP answers."""
-
-    type: Annotated[str, Meta(description="Class of the error.")]
-    code: Annotated[str, Meta(description="Stable name; see *Error codes*.")]
-    message: Annotated[str, Meta(description="For people: field, limit, remedy. Never repeats what was sent.")]
-    param: Annotated[str | None, Meta(description="The field at fault, where it is one.")]
+    contract: Annotated[str, Meta(description="As in `created`.")]
 
 
 class Error(ServerMessage, tag="error", kw_only=True, frozen=True):
@@ -256,7 +262,7 @@ class Goaway(ServerMessage, tag="goaway", kw_only=True, frozen=True):
 
 CLIENT_MESSAGES: tuple[type[ClientMessage], ...] = (Hello, Create, Cancel, Resume, Ping)
 SERVER_MESSAGES: tuple[type[ServerMessage], ...] = (Welcome, Created, Delta, Done, Error, Pong, Goaway)
-NESTED_OBJECTS: tuple[type[msgspec.Struct], ...] = (SessionLimits, ChoiceEnd, Times, ErrorDetail)
+NESTED_OBJECTS: tuple[type[msgspec.Struct], ...] = (SessionLimits, ChoiceEnd, Preemption, Times, ErrorDetail)
 
 AnyClientMessage = Hello | Create | Cancel | Resume | Ping
 
@@ -349,10 +355,8 @@ def _check_create(message: Create) -> None:
     if message.endpoint not in ENDPOINTS:
         text = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
         raise ApiError(ErrorCode.INVALID_VALUE, text, param="endpoint")
-    for name in ("deadline_ms", "priority"):
-        if getattr(message, name) is not None:
-            text = f"'{name}' is not supported by this server version; leave it out."
-            raise ApiError(ErrorCode.UNSUPPORTED_FIELD, text, param=name)
+    if message.priority is not None:
+        parse_priority("priority", message.priority)
 
 
 def _explain(text: str, value: dict[str, Any]) -> ApiError:

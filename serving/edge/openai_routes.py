@@ -9,21 +9,25 @@ is an error event and ``[DONE]``.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.serving.core.request import CancelReason
+from headrace.serving.edge.contract import CONTRACT_HEADER, EXPECT_HEADER
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Delta, Done, Failure, Generation
 from headrace.serving.edge.http_json import ClientGone, JsonObject, json_response, read_object
 from headrace.serving.edge.openai_chunks import ChoiceStream, usage_chunk, whole
 from headrace.serving.edge.service import Job, Service
+from headrace.serving.edge.terms import terms_of_headers
 
 KEEPALIVE_S = 15.0
 WRITE_LIMIT_S = 30.0
@@ -62,7 +66,10 @@ class GenerateEndpoint:
         self._write_limit_s = write_limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        expected = tuple(Request(scope).headers.getlist(EXPECT_HEADER))
+        self._service.refuse_unexpected(expected, EXPECT_HEADER)
         try:
+            terms = terms_of_headers(scope["headers"], time.monotonic())
             body = await read_object(scope, receive, max_bytes=self._service.config.max_body_bytes)
         except ClientGone:
             return
@@ -71,7 +78,8 @@ class GenerateEndpoint:
         job: Job | None = None
         try:
             tenant = scope.get("state", {}).get("tenant", "")
-            job = await _unless(gone, self._service.start(self._endpoint, body, tenant=tenant))
+            work = self._service.start(self._endpoint, body, tenant=tenant, terms=terms, expected=expected)
+            job = await _unless(gone, work)
             if job.options.stream:
                 await _EventStream(job, send, gone, self._keepalive_s, self._write_limit_s).run()
             else:
@@ -112,7 +120,7 @@ async def _unless(gone: asyncio.Task[None], work: Awaitable[T]) -> T:
 
 
 def job_headers(job: Job) -> dict[str, str]:
-    headers = {"x-request-id": job.request_id}
+    headers = {"x-request-id": job.request_id, CONTRACT_HEADER: job.contract}
     if job.options.ignored_fields:
         headers["x-headrace-ignored-fields"] = ", ".join(job.options.ignored_fields)
     return headers

@@ -5,7 +5,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.serving.edge.bodies import ChatPrompt, Values, chat_prompt
-from headrace.serving.edge.contract import contract_document
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, Field, check_table
 from headrace.serving.edge.http_json import ClientGone, JsonObject, json_response, read_object
@@ -56,7 +55,7 @@ class _Operations:
         }
 
     async def contract(self, request: Request) -> Response:
-        return json_response(contract_document(self._service), headers={"cache-control": "no-store"})
+        return json_response(self._service.contract_document(), headers={"cache-control": "no-store"})
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's shape: {"prompt"} or {"messages"} → {"count", "max_model_len", "tokens", "token_strs"}."""
@@ -116,6 +115,7 @@ class _Operations:
         body = {
             "ready": readiness.ready,
             "reason": readiness.reason,
+            "probe": self._service.probe.status,
             "engine": self._service.engine.state.value,
             "in_flight": self._service.engine.in_flight,
             "engine_restarts": self._service.engine.num_restarts,

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from headrace.model.chat_template import ChatTemplate
@@ -23,6 +23,7 @@ from headrace.serving.edge.bodies import ChatPrompt, ParsedBody, Prompt
 from headrace.serving.edge.chat_messages import texts
 from headrace.serving.edge.errors import ApiError, ErrorCode, from_rejection
 from headrace.serving.edge.prompt_ids import LocalEncoder, PromptEncoder
+from headrace.serving.edge.shared_prefixes import SharedPrefixes
 
 NUM_THREADS = 2
 MAX_WAITING_JOBS = 256
@@ -49,13 +50,16 @@ def cache_namespace(*, model_hash: str, tokenizer_hash: str, template_hash: str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """What a parsed body is held against. request_ids and seeds: one per prompt."""
+    """What a parsed body is held against. request_ids and seeds: one per prompt. shared_namespace: of prefixes that the
+    operator declared to be common to all tenants."""
 
     limits: Limits
     namespace: bytes
     tenant: str
     request_ids: tuple[RequestId, ...]
     seeds: tuple[int, ...]
+    shared_namespace: bytes = b""
+    shared_prefixes: SharedPrefixes = field(default_factory=SharedPrefixes)
 
 
 class Preparation:
@@ -97,18 +101,21 @@ class Preparation:
         )
         return tuple(itertools.islice(found, MAX_UNREAD))
 
-    async def requests(self, body: ParsedBody, admission: Admission) -> tuple[Request, ...]:
-        """One admitted request per prompt. Raises ApiError."""
-        size = self._checked_size(body.chat, body.prompts)
-        return await self._encode(body.chat, size, lambda encoder: _requests(encoder, body, admission))
+    def sizes(self, body: ParsedBody) -> tuple[int, ...]:
+        """Bytes of text of each prompt; of ids, four for each. Raises ApiError for too many, and for no Unicode."""
+        return self._checked_sizes(body.chat, body.prompts)
+
+    async def requests(self, body: ParsedBody, sizes: Sequence[int], admission: Admission) -> tuple[Request, ...]:
+        """One admitted request per prompt. sizes: as ``sizes``. Raises ApiError."""
+        return await self._encode(body.chat, sum(sizes), lambda encoder: _requests(encoder, body, admission))
 
     async def token_ids(self, chat: ChatPrompt | None, prompt: str | None, *, add_special: bool = True) -> list[int]:
         """Of a chat or of a text, as a request with it would have them."""
         if chat is not None:
-            size = self._checked_size(chat, ())
+            size = sum(self._checked_sizes(chat, ()))
             return await self._encode(chat, size, lambda encoder: encoder.chat_ids(chat))
         text = prompt or ""
-        size = self._checked_size(None, (text,))
+        size = sum(self._checked_sizes(None, (text,)))
         return await self._encode(None, size, lambda encoder: encoder.text_ids(text, add_special=add_special))
 
     async def text(self, ids: tuple[int, ...]) -> str:
@@ -144,17 +151,18 @@ class Preparation:
         self._num_waiting -= 1
         self._bytes_waiting -= size
 
-    def _checked_size(self, chat: ChatPrompt | None, prompts: tuple[Prompt, ...]) -> int:
-        """Bytes of all texts; refuses more than the limit per prompt, and texts that are not Unicode."""
-        total = 0
+    def _checked_sizes(self, chat: ChatPrompt | None, prompts: tuple[Prompt, ...]) -> tuple[int, ...]:
+        """Of a chat, or of each prompt; refuses more than the limit per prompt, and texts that are not Unicode."""
         if chat is not None:
             total = sum(_num_bytes("messages", text) for message in chat.messages for text in texts(message))
             self._refuse_long("messages", total)
+            return (total,)
+        sizes = []
         for prompt in prompts:
             size = _num_bytes("prompt", prompt) if isinstance(prompt, str) else 4 * len(prompt)
             self._refuse_long("prompt", size)
-            total += size
-        return total
+            sizes.append(size)
+        return tuple(sizes)
 
     def _refuse_long(self, param: str, size: int) -> None:
         if size > self._max_prompt_bytes:
@@ -202,4 +210,7 @@ def _admitted(body: ParsedBody, admission: Admission, index: int, prompt_ids: Se
     if isinstance(outcome, Rejection):
         named = replace(outcome, param=where) if outcome.param == "prompt" else outcome
         raise from_rejection(named)
-    return outcome
+    num_shared = admission.shared_prefixes.num_shared(outcome.prompt_ids)
+    if not num_shared:
+        return outcome
+    return replace(outcome, shared_prefix_tokens=num_shared, shared_namespace=admission.shared_namespace)

@@ -33,7 +33,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CORS_MAX_AGE_S = 600
 
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?: *, *[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
-_EXPOSED = b"retry-after, retry-after-ms, x-request-id"
+_EXPOSED = b"retry-after, retry-after-ms, x-headrace-contract, x-request-id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

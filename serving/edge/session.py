@@ -10,15 +10,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
-from headrace.serving.core.request import CancelReason
+from headrace.serving.core.request import CancelReason, Priority
 from headrace.serving.edge import messages
 from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.keys import Identity
+from headrace.serving.edge.message_parts import SessionLimits
 from headrace.serving.edge.messages import CloseCode
+from headrace.serving.edge.session_host import SessionHost
 from headrace.serving.edge.stream import ReplayBudget, ReplayLog, Stream
+from headrace.serving.edge.terms import parse_priority
 
 ENDED_IDS_KEPT = 256
 """Ids of just ended streams, for which a late cancel is not an error."""
@@ -55,32 +58,16 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Prepare this request, then call stream.started or stream.fail."""
+    """Prepare this request, then call stream.started or stream.fail. expected: what hello and create expect of the
+    contract. deadline_ms: from now."""
 
     stream: Stream
     endpoint: Endpoint
     body: Mapping[str, Any]
     tenant: str
-
-
-class SessionHost(Protocol):
-    """What a session asks of the server around it; every call returns at once."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
-    @property
-    def max_context(self) -> int: ...
-    def identify(self, key: str) -> Identity | None:
-        """Whose key it is; None for a wrong one."""
-
-    def has_room_for(self, identity: Identity) -> bool:
-        """Whether its key may open one more socket."""
-
-    def is_current(self, identity: Identity) -> bool:
-        """Whether that key is still accepted."""
-
-    def find_session(self, secret: str) -> "Session | None":
-        """The session, connected or lost, with that secret."""
+    expected: tuple[str, ...]
+    deadline_ms: int | None = None
+    priority: Priority | None = None
 
 
 class Session:
@@ -100,6 +87,7 @@ class Session:
         self.state = SessionState.AWAIT_HELLO
         self.identity = identity
         self.client = ""
+        self._expected = ""  # of the contract, by hello
         self.close: Close | None = None
         self._config = config
         self._host = host
@@ -240,25 +228,29 @@ class Session:
     def _open(self, identity: Identity) -> None:
         self.identity = identity
         self.state = SessionState.OPEN
+        fingerprint, numerics = self._host.contract_hashes
         self._answer(
             messages.Welcome(
                 session=self.secret,
                 server=self._config.server,
                 models=self._host.model_names,
                 features=("detach",),
-                limits=messages.SessionLimits(
+                limits=SessionLimits(
                     max_streams=self._config.max_streams,
                     max_frame_bytes=messages.MAX_FRAME_BYTES,
                     max_context=self._host.max_context,
                 ),
                 heartbeat_s=self._config.heartbeat_s,
                 resume_s=self._config.resume_s,
+                contract=fingerprint,
+                numerics=numerics,
             )
         )
 
     def _hello(self, message: messages.Hello) -> None:
         self.client = message.client
         if self.state is not SessionState.AWAIT_HELLO:
+            self._expect(message.expect_contract)
             return
         identity = self._host.identify(message.token) if message.token else None
         if identity is None:
@@ -267,6 +259,17 @@ class Session:
             self._close(CloseCode.TOO_MANY, "this key has too many open sockets")
         else:
             self._open(identity)
+            self._expect(message.expect_contract)
+
+    def _expect(self, expected: str | None) -> None:
+        """From now on. What cannot be met now ends the socket; while no engine is ready each create is checked."""
+        if not expected:
+            return
+        fault = self._host.contract_fault(expected)
+        if fault is not None:
+            self._answer(messages.error_frame(fault))
+            self._close(CloseCode.CONTRACT_MISMATCH, "the expected contract is not served")
+        self._expected = expected
 
     def _create(self, message: messages.Create) -> Start | None:
         assert self.identity is not None
@@ -282,7 +285,9 @@ class Session:
         endpoint = Endpoint(message.endpoint)
         stream = Stream(message.id, endpoint=endpoint, log=log, owner=self)
         self._live[message.id] = stream
-        return Start(stream, endpoint, message.body, self.identity.tenant)
+        expected = tuple(filter(None, (self._expected, message.expect_contract)))
+        priority = None if message.priority is None else parse_priority("priority", message.priority)
+        return Start(stream, endpoint, message.body, self.identity.tenant, expected, message.deadline_ms, priority)
 
     def _why_not(self, identity: Identity) -> ApiError | None:
         if self.state is SessionState.DRAINING:

@@ -3,7 +3,7 @@
 Whoever shows the stream, a session, may change while it runs (``resume``); numbers and text do not notice.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -11,12 +11,14 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec import UNSET
 
+from headrace.serving.core.events import Timings
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge import messages
 from headrace.serving.edge.errors import ApiError
 from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import ChosenLogprob, Delta, Done, Failure, Generation
 from headrace.serving.edge.job import Job
+from headrace.serving.edge.message_parts import ChoiceEnd, Preemption, Times
 from headrace.serving.edge.obfuscation import obfuscation
 from headrace.serving.edge.openai_chunks import chat_logprobs, total_usage
 
@@ -187,7 +189,7 @@ class Stream:
                 self._done[generation.index] = outcome
                 if len(self._done) == len(generations):
                     self._has_terminal = True
-                    return self._numbered(self._all_done())
+                    return self._numbered(self._all_done(self._job.contract))
         return None
 
     def _notify(self) -> None:
@@ -212,6 +214,7 @@ class Stream:
             request_id=job.request_id,
             model=job.model,
             created=job.created,
+            contract=job.contract,
             queue_depth=job.queue_depth,
             choices=len(job.generations),
             ignored_fields=job.options.ignored_fields,
@@ -244,7 +247,7 @@ class Stream:
             self._waiting.append(self._numbered(frame))
         return self._waiting.popleft()
 
-    def _all_done(self) -> messages.Done:
+    def _all_done(self, contract: str) -> messages.Done:
         ends = [self._done[index] for index in sorted(self._done)]
         times = [end.timings for end in ends]
         first = [time.first_token_ms for time in times if time.first_token_ms is not None]
@@ -252,21 +255,34 @@ class Stream:
             id=self.id,
             seq=self._next_seq,
             choices=tuple(
-                messages.ChoiceEnd(index=index, finish_reason=end.finish_reason.value, stop_reason=end.stop_reason)
+                ChoiceEnd(index=index, finish_reason=end.finish_reason.value, stop_reason=end.stop_reason)
                 for index, end in enumerate(ends)
             ),
             usage=total_usage([end.usage for end in ends]).as_json(),
-            metrics=messages.Times(
+            metrics=Times(
                 queue_ms=max(time.queue_ms for time in times),
                 prefill_ms=max(time.prefill_ms for time in times),
                 first_token_ms=max(first, default=None),
                 decode_ms=max(time.decode_ms for time in times),
                 preemptions=sum(time.preemptions for time in times),
+                preempted_ms=max(time.preempted_ms for time in times),
+                preempted=_preempted(times),
+                cached_tokens=sum(end.usage.cached_tokens for end in ends),
             ),
+            contract=contract,
         )
 
     def _error(self, error: ApiError) -> messages.Error:
         return messages.error_frame(error, stream_id=self.id, seq=self._next_seq)
+
+
+def _preempted(times: Sequence[Timings]) -> tuple[Preemption, ...]:
+    """Over all choices, in the order in which they are first named."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for time in times:
+        for entry in time.preempted:
+            counts[entry.reason.value, entry.action.value] += entry.count
+    return tuple(Preemption(reason=r, action=a, count=count) for (r, a), count in counts.items())
 
 
 def _entries(logprobs: Sequence[ChosenLogprob]) -> list[dict[str, Any]]:

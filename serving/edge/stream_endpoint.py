@@ -10,48 +10,27 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.errors import ApiError, ErrorCode, shutting_down
-from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.guards import FORCE_CLOSE
-from headrace.serving.edge.job import Job
 from headrace.serving.edge.keys import Identity
 from headrace.serving.edge.messages import SUBPROTOCOL, CloseCode
 from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.security import identity_of, peer_of, refuse
 from headrace.serving.edge.session import Session, SessionConfig, SessionState, Start
+from headrace.serving.edge.socket_meter import SocketMeter
 from headrace.serving.edge.stream import ReplayBudget
+from headrace.serving.edge.stream_ports import KeyCheck, StreamService
+from headrace.serving.edge.terms import Terms
 
 MESSAGES_PER_TURN = 64
 """Messages of one socket handled before the others get their turn; receiving does not yield while some are queued."""
 
-_COUNTED_CODES = frozenset({*CloseCode, 1005, 1006})
-"""Clients may send thousands of codes of their own; they share one label."""
-
 _log = logging.getLogger("headrace.stream")
-
-
-class StreamService(Protocol):
-    """The part of the service that this door uses."""
-
-    @property
-    def model_names(self) -> tuple[str, ...]: ...
-    @property
-    def max_context(self) -> int: ...
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job: ...
-
-
-class KeyCheck(Protocol):
-    """The part of the security layer that this door uses."""
-
-    def identify(self, key: str, peer: str) -> Identity | None: ...
-    def is_current(self, identity: Identity) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +66,7 @@ class StreamEndpoint:
         self.keys = keys
         self.config = config
         self.budget = ReplayBudget(config.replay_total_bytes)
-        self._closes = metrics.ws_closes if metrics is not None else None
-        if metrics is not None:
-            metrics.ws_connections.set_function(lambda: self.num_sockets)
-            metrics.ws_streams.set_function(lambda: self.num_streams)
+        self._meter = SocketMeter(metrics, sockets=lambda: self.num_sockets, streams=lambda: self.num_streams)
         self._sockets: set[_Socket] = set()
         self._by_tenant: Counter[str] = Counter()
         self._sessions: dict[bytes, Session] = {}  # by digest of the secret: open ones and parked ones
@@ -121,7 +97,7 @@ class StreamEndpoint:
         if error_or_none is not None:
             await refuse(scope, send, error_or_none)
             return
-        socket = _Socket(self, scope, receive, send)
+        socket = _Socket(self, scope, receive, self._meter.around(send))
         self._sockets.add(socket)
         self._all_closed.clear()
         try:
@@ -160,8 +136,7 @@ class StreamEndpoint:
 
     def closed(self, session: Session, code: int) -> None:
         """The socket is gone; a session with detached streams is kept for resume_s."""
-        if self._closes is not None:
-            self._closes.labels(str(code) if code in _COUNTED_CODES else "other").inc()
+        self._meter.closed(code)
         if session.identity is None:
             return
         self._by_tenant[session.identity.tenant] -= 1
@@ -240,6 +215,17 @@ class _Socket:
     def max_context(self) -> int:
         return self._endpoint.service.max_context
 
+    @property
+    def contract_hashes(self) -> tuple[str | None, str | None]:
+        return self._endpoint.service.contract_hashes
+
+    def contract_fault(self, expected: str) -> ApiError | None:
+        try:
+            self._endpoint.service.check_expected((expected,))
+        except ApiError as error:
+            return error
+        return None
+
     def identify(self, key: str) -> Identity | None:
         return self._endpoint.keys.identify(key, self._peer)
 
@@ -306,15 +292,18 @@ class _Socket:
         start = self.session.receive_text(text)
         self._count_if_open()
         if start is not None:
-            task = asyncio.create_task(self._prepare(start))
+            terms = Terms(deadline_ms=start.deadline_ms, priority=start.priority, arrival_s=self._last_message_s)
+            task = asyncio.create_task(self._prepare(start, terms))
             start.stream.preparing(task.cancel)
             self._endpoint.keep(task)
 
-    async def _prepare(self, start: Start) -> None:
+    async def _prepare(self, start: Start, terms: Terms) -> None:
         """Prepare and submit a request; tokenizing and templates run off the loop, inside the service."""
         stream = start.stream
         try:
-            job = await self._endpoint.service.start(start.endpoint, start.body, tenant=start.tenant)
+            job = await self._endpoint.service.start(
+                start.endpoint, start.body, tenant=start.tenant, terms=terms, expected=start.expected
+            )
         except ApiError as error:
             stream.fail(error)
         except Exception:

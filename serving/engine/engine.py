@@ -1,9 +1,12 @@
 """The step loop: drain inbox, plan, dispatch, collect the previous step, apply, emit."""
 
 import logging
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
@@ -11,7 +14,7 @@ from headrace.serving.core.plan import StepPlan, StepResult
 from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.inbox import Commands, Inbox
-from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
+from headrace.serving.engine.messages import STEP_TOKEN_BOUNDS, Refused, Stats, Step, ToEdge
 from headrace.serving.engine.ports import Clock, EngineFailure, ExpertTokens, Runner, Ticket
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,8 @@ class StepLoop:
         self._busy_since_s = 0.0
         self._failures_in_row = 0
         self._has_failed = False
+        self._last_step_id = 0
+        self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 2)
         self.blocked_seconds = 0.0
         self.device_seconds = 0.0
 
@@ -80,25 +85,29 @@ class StepLoop:
 
         Raises EngineFailure or InvariantError when it cannot go on: every request is lost then.
         """
-        self._dispatch()
+        expired = self._dispatch()
         if self._in_flight:
-            return self._collect()
+            output = self._collect()
+            return StepOutput(step_id=output.step_id, events=expired + output.events)
         if not self._scheduler.is_idle:
             raise InvariantError("requests wait, nothing is in flight, and the scheduler plans no step")
-        return None
+        return StepOutput(step_id=self._last_step_id, events=expired) if expired else None
 
-    def _dispatch(self) -> None:
+    def _dispatch(self) -> list[Event]:
+        """Events of requests whose deadline had passed before a step was planned."""
         # After a failed dispatch nothing is planned until the failure had its turn: the rows of the next plan would
         # build on it. After a failed step nothing is planned until the step that overlapped it is collected: that
         # one may fail for the same reason, and would pass it on to the rows of every next plan.
         if self._has_failed and self._in_flight:
-            return
+            return []
         self._has_failed = False
+        events: list[Event] = []
         while len(self._in_flight) < self._max_steps_in_flight and not self._has_failed_dispatch():
             now_s = self._clock.now_s()
+            events += self._scheduler.expire(now_s)
             plan = self._scheduler.plan_step(now_s)
             if plan is None:
-                return
+                break
             if not self._in_flight:
                 self._busy_since_s = now_s
             ticket: Ticket | Exception
@@ -109,12 +118,14 @@ class StepLoop:
             except Exception as error:
                 ticket = error
             self._in_flight.append(_InFlight(plan, ticket, now_s))
+        return events
 
     def _has_failed_dispatch(self) -> bool:
         return bool(self._in_flight) and isinstance(self._in_flight[-1].ticket, Exception)
 
     def _collect(self) -> StepOutput:
         step = self._in_flight.popleft()
+        self._last_step_id = step.plan.step_id
         started_s = self._clock.now_s()
         outcome: StepResult | Exception
         if isinstance(step.ticket, Exception):
@@ -135,6 +146,9 @@ class StepLoop:
             events = self._fail(step.plan, outcome, now_s)
         else:
             self._failures_in_row = 0
+            num_tokens = step.plan.num_tokens
+            self._step_tokens[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self._step_tokens[-1] += num_tokens
             events = self._scheduler.apply_result(step.plan, outcome, now_s)
         return StepOutput(step_id=step.plan.step_id, events=events)
 
@@ -202,14 +216,27 @@ class StepLoop:
             device_seconds=self.device_seconds,
             host_seconds=host_seconds,
             nonce=nonce,
+            step_tokens=tuple(self._step_tokens),
             expert_tokens=expert_tokens,
         )
+
+
+class JournalState(Protocol):
+    """What ``journal_file.JournalFile`` reports."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def stopped_by(self) -> str | None: ...
 
 
 class Engine:
     """The step loop behind an inbox and a link. host_seconds: time of turns with work outside ``collect``."""
 
-    def __init__(self, loop: StepLoop, clock: Clock, inbox: Inbox, outlet: Outlet) -> None:
+    def __init__(
+        self, loop: StepLoop, clock: Clock, inbox: Inbox, outlet: Outlet, journal: JournalState | None = None
+    ) -> None:
+        self._journal = journal
         self._loop = loop
         self._clock = clock
         self._inbox = inbox
@@ -272,7 +299,12 @@ class Engine:
             self._outlet.send(self._stats(expert_tokens=expert_tokens))
 
     def _stats(self, *, nonce: int | None = None, expert_tokens: ExpertTokens | None = None) -> Stats:
-        return self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+        stats = self._loop.stats(host_seconds=self._host_seconds, nonce=nonce, expert_tokens=expert_tokens)
+        if self._journal is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, journal_bytes=self._journal.num_bytes, journal_stopped=self._journal.stopped_by is not None
+        )
 
     def _emit(self, events: list[Event], refused: list[Refused]) -> None:
         self._outlet.send(

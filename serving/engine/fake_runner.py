@@ -5,7 +5,9 @@ The KV of a token at a position is ``(token id, position, history)``; history is
     h = int.from_bytes(cache_namespace, "little");  for each token t:  h = (h * 1_000_003 + t + 1) % (2**61 - 1)
 
 up to and with that token. A row reads all earlier positions of its sequence through its page table and must find
-exactly its own history there; a stale, foreign, missing or poisoned page raises ``WrongKV``. The next token is
+exactly its own history there; a stale, foreign, missing or poisoned page raises ``WrongKV``. Where a request has a
+shared prefix, the chain starts from shared_namespace, and cache_namespace is added at the first token behind it. Host
+pages hold what was copied to them. The next token is
 
     (h + seed [+ sum of the output ids, if the request has penalties]) % vocab_size
 
@@ -47,6 +49,14 @@ def extend_history(history: int, token_id: int) -> int:
     return (history * MULTIPLIER + token_id + 1) % MODULUS
 
 
+def seed_at(request: Request, position: int) -> int:
+    """What a namespace adds to the history before the token at a position."""
+    num_shared = request.shared_prefix_tokens
+    if position == 0 and num_shared:
+        return int.from_bytes(request.shared_namespace, "little") % MODULUS
+    return int.from_bytes(request.cache_namespace, "little") % MODULUS if position == num_shared else 0
+
+
 def sample(request: Request, history: int, outputs: tuple[int, ...], vocab_size: int) -> SampledToken:
     """The token after a history of which outputs are the generated part."""
     sampling, stop = request.sampling, request.stop
@@ -67,14 +77,15 @@ def sample(request: Request, history: int, outputs: tuple[int, ...], vocab_size:
 
 def expected_tokens(request: Request, vocab_size: int) -> tuple[SampledToken, ...]:
     """All tokens of a request that runs to its end, by the rule above."""
-    history = int.from_bytes(request.cache_namespace, "little") % MODULUS
-    for token_id in request.prompt_ids:
-        history = extend_history(history, token_id)
+    history = 0
+    for position, token_id in enumerate(request.prompt_ids):
+        history = extend_history(history + seed_at(request, position), token_id)
     tokens: list[SampledToken] = []
     while len(tokens) < request.stop.max_tokens:
         token = sample(request, history, tuple(t.token_id for t in tokens), vocab_size)
         tokens.append(token)
-        history = extend_history(history, token.token_id)
+        position = len(request.prompt_ids) + len(tokens) - 1
+        history = extend_history(history + seed_at(request, position), token.token_id)
         if token.token_id in request.stop.stop_token_ids and len(tokens) >= request.stop.min_tokens:
             break
     return tuple(tokens)
@@ -89,7 +100,7 @@ class Tenant:
     kv: list[KV] = field(default_factory=list)
 
     def append(self, token_id: int) -> None:
-        history = self.kv[-1][2] if self.kv else int.from_bytes(self.request.cache_namespace, "little") % MODULUS
+        history = (self.kv[-1][2] if self.kv else 0) + seed_at(self.request, len(self.kv))
         self.kv.append((token_id, len(self.kv), extend_history(history, token_id)))
 
     @property
@@ -131,6 +142,7 @@ class FakeRunner:
         self._pages: list[list[KV | None]] = [
             [None] * config.page_size for _ in range(config.num_lanes * config.num_pages)
         ]
+        self._host_pages: list[list[KV | None] | None] = [None] * (config.num_lanes * config.num_swap_pages)
         self._tenants: dict[int, Tenant] = {}
         self._tickets: deque[FakeTicket] = deque()
         self._expert_tokens = [[0] * num_experts for _ in range(num_layers if num_experts else 0)]
@@ -158,6 +170,13 @@ class FakeRunner:
         plan = self._tickets.popleft().plan
         if self._on_collect is not None:
             self._on_collect(plan)
+        for copy in plan.swap_out:
+            self._host_pages[copy.host_page] = list(self._pages[copy.page])
+        for copy in plan.swap_in:
+            kept = self._host_pages[copy.host_page]
+            if kept is None:
+                raise WrongKV(f"step {plan.step_id}: host page {copy.host_page} holds nothing")
+            self._pages[copy.page] = list(kept)
         for load in plan.loads:
             self._load(load)
         # As on the device, all rows of a step read what was there before the step or is their own.
@@ -178,6 +197,10 @@ class FakeRunner:
         """Forget the content of a page that the scheduler says is free: whoever reads it now raises."""
         self._pages[page] = [None] * self._config.page_size
 
+    def poison_host(self, host_page: int) -> None:
+        """The same for a host page."""
+        self._host_pages[host_page] = None
+
     def _check_plan(self, plan: StepPlan) -> None:
         config, page = self._config, self._config.page_size
         rows = Counter(config.lane_of_slot(row.slot.slot) for row in plan.decode)
@@ -189,12 +212,31 @@ class FakeRunner:
             raise WrongKV(f"step {plan.step_id} has the wrong program")
         if max(segments.values(), default=0) > config.max_segments:
             raise WrongKV(f"step {plan.step_id} has too many prefill segments")
+        self._check_copies(plan)
+        if config.deterministic and plan.decode and plan.prefill:
+            raise WrongKV(f"step {plan.step_id} mixes decode rows and prefill chunks")
         slots = [row.slot.slot for row in plan.decode] + [s.slot.slot for s in plan.prefill]
         if len(set(slots)) != len(slots):
             raise WrongKV(f"step {plan.step_id} names a slot twice")
         for segment in plan.prefill:
             if not segment.token_ids or segment.start % page or (len(segment.token_ids) % page and not segment.samples):
                 raise WrongKV(f"step {plan.step_id}: a segment does not keep to page boundaries")
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        """Each copy stays in its lane; no page is written twice, and what the step copies in was there before it."""
+        config = self._config
+        if not plan.decode and not plan.prefill:
+            raise WrongKV(f"step {plan.step_id} has no row")
+        for copy in plan.swap_out + plan.swap_in:
+            if not copy.page % config.num_pages or not 0 <= copy.host_page < len(self._host_pages):
+                raise WrongKV(f"step {plan.step_id}: {copy} names a page that does not exist")
+            if config.lane_of_page(copy.page) != copy.host_page // config.num_swap_pages:
+                raise WrongKV(f"step {plan.step_id}: {copy} leaves its lane")
+        written = [copy.page for copy in plan.swap_in]
+        outward = [copy.host_page for copy in plan.swap_out]
+        inward = [copy.host_page for copy in plan.swap_in]
+        if any(len(set(pages)) != len(pages) for pages in (written, outward, inward)) or set(outward) & set(inward):
+            raise WrongKV(f"step {plan.step_id}: two copies meet in a page")
 
     def _load(self, load: SlotLoad) -> None:
         tenant = Tenant(load.slot, load.request)

@@ -69,7 +69,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank: which of them this is.
     attention: whose kernels run. dtype: of weights and products. weights: how the matrices of products lie in memory.
     kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of pages comes from, on
-    each device; None where it was given. num_pages, num_slots: of each of num_lanes.
+    each device; None where it was given. num_pages, num_slots: of each of num_lanes. family, architecture: of the
+    model, and SHA-256 in hex of its configuration. stored_types: how many tensors of each type its files hold.
+    numerics: what fixes the bits of a result, by name: versions, device, instruction set, threads, shapes of programs.
     """
 
     model_hash: str
@@ -92,6 +94,15 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     num_lanes: int = 1
     hosts: int = 1
     rank: int = 0
+    family: str = ""
+    architecture: str = ""
+    stored_types: dict[str, int] = {}
+    deterministic: bool = False
+    numerics: dict[str, str] = {}
+
+
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds by which steps are counted; those of vLLM's iteration_tokens_total."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -100,6 +111,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     preemptions_swapped, preemptions_recomputed: add up to preemptions. swap_pages_*: host pages. deadline_misses:
     accepted requests that their deadline ended. queued_prompt_tokens: of requests that wait. decode_step_ms,
     prefill_token_ms: of a decode step, and what a prompt token adds to a step, as measured lately; 0 while unknown.
+    step_tokens: steps by their tokens, up to each of STEP_TOKEN_BOUNDS and above, then the sum of tokens; () = no step.
+    journal_bytes: None = there is no journal.
     expert_tokens: by layer and expert, see ``ports.Runner``; None also where this frame leaves them out.
     """
 
@@ -126,6 +139,9 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     queued_prompt_tokens: int = 0
     decode_step_ms: float = 0.0
     prefill_token_ms: float = 0.0
+    step_tokens: tuple[int, ...] = ()
+    journal_bytes: int | None = None
+    journal_stopped: bool = False
     expert_tokens: ExpertTokens | None = None
 
     def after(self, earlier: "Stats") -> "Stats":

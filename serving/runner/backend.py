@@ -6,7 +6,7 @@ what to do; nothing else is taken in its place.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,6 +118,15 @@ class Backend:
             return chip_of(self.device.device_kind)
         except UnsupportedCase:
             return None
+
+    @property
+    def deterministic_options(self) -> Mapping[str, bool | int]:
+        """What XLA is told in deterministic mode, so that every start compiles the same programs. On GPU it measures
+        which code is fastest, and the answer can change from one start to the next; and it may use atomic additions.
+        No GPU has confirmed that these are all; on CPU and TPU there is nothing to tell."""
+        if self.device is None or platform_of(self.device) != "gpu":
+            return {}
+        return {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
     @property
     def kv_format(self) -> KVFormat:

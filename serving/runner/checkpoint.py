@@ -9,7 +9,8 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,11 @@ class CheckpointWeights:
                     f"weight {name!r} is {found.dtype} {list(found.shape)}; the configuration asks for "
                     f"{spec.dtype.name} {list(spec.shape)}",
                 )
+
+    @property
+    def stored_types(self) -> Mapping[str, int]:
+        """How many weights of each type it holds."""
+        return dict(sorted(Counter(weight.dtype for weight in self._stored.values()).items()))
 
     @property
     def model_hash(self) -> str:

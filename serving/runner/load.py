@@ -13,7 +13,7 @@ from headrace.model.config_files import is_gguf, read_config
 from headrace.model.directory import ModelDirectory
 from headrace.model.load import LoadedModel, open_weights
 from headrace.model.on_mesh import config_on_mesh
-from headrace.model.weight_files import Progress
+from headrace.model.weight_files import Progress, WeightFiles
 from headrace.model.weights import Weights
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.checkpoint import CheckpointWeights
@@ -22,12 +22,14 @@ from headrace.serving.runner.placing import Placement, from_host, place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
-    """config: the model's own, on no mesh. weights: in a backend's places. model_hash, digests: see ``LoadedModel``."""
+    """config: the model's own, on no mesh. weights: in a backend's places. model_hash, digests: see ``LoadedModel``.
+    stored_types: see ``WeightFiles``."""
 
     config: ModelConfig
     weights: Weights[jax.Array]
     model_hash: str
     digests: Mapping[str, str] = field(default_factory=dict)
+    stored_types: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_placed(path: str | os.PathLike[str], backend: Backend, progress: Progress | None = None) -> PlacedModel:
@@ -41,13 +43,23 @@ def load_placed(path: str | os.PathLike[str], backend: Backend, progress: Progre
         stored = CheckpointWeights(Path(path), manifest, read_config(path))
         placement = Placement(config_on_mesh(stored.config, backend.mesh_shape), backend)
         weights = placement.fill(stored.stream(placement.wanted, progress))
-        return PlacedModel(config=stored.config, weights=weights, model_hash=stored.model_hash, digests=stored.digests)
+        return _placed(stored, weights)
     files = open_weights(path, dtype=backend.dtype, scheme=backend.weights)
     placement = Placement(config_on_mesh(files.config, backend.mesh_shape), backend)
     wanted = placement.wanted
     stream = files.stream([one.spec.name for one in wanted], progress)
     weights = placement.fill(from_host(wanted, stream))
-    return PlacedModel(config=files.config, weights=weights, model_hash=files.model_hash, digests=files.digests)
+    return _placed(files, weights)
+
+
+def _placed(source: CheckpointWeights | WeightFiles, weights: Weights[jax.Array]) -> PlacedModel:
+    return PlacedModel(
+        config=source.config,
+        weights=weights,
+        model_hash=source.model_hash,
+        digests=source.digests,
+        stored_types=source.stored_types,
+    )
 
 
 def placed(model: LoadedModel, backend: Backend) -> PlacedModel:

@@ -27,6 +27,7 @@ from headrace.serving.runner.backend import Backend, describe_device, platform_o
 from headrace.serving.runner.expert_counts import count_shapes
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.programs import step_program
+from headrace.serving.runner.swap import swap_shape
 from headrace.serving.runner.warmup import Program
 from headrace.serving.runner.weights import weight_shapes
 
@@ -115,8 +116,20 @@ def measure(
         known,
         temporary_bytes=max(fixed for fixed, _ in lines),
         page_temporary_bytes=max(growth for _, growth in lines),
-        steps_bytes=config.max_steps_in_flight * (largest.packed + largest.results),
+        steps_bytes=config.max_steps_in_flight * (largest.packed + largest.results)
+        + _swap_bytes(cfg, known, config, backend),
     )
+
+
+def _swap_bytes(cfg: ModelConfig, known: DeviceMemory, config: SchedulerConfig, backend: Backend) -> int:
+    """Of pages on their way to host memory or back; where the device is the host, of the swap space itself too."""
+    if not config.num_swap_pages:
+        return 0
+    sized = replace(config, num_pages=known.num_pages)
+    pages = swap_shape(pool_shapes(cfg, sized, backend), sized).staged_pages(sized)
+    if backend.device is None or platform_of(backend.device) == "cpu":
+        pages += config.num_swap_pages
+    return pages * known.page_bytes
 
 
 def known_arguments(

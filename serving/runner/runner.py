@@ -27,10 +27,12 @@ from headrace.serving.runner.sampling_state import (
     neutral_load,
     pack_load,
 )
+from headrace.serving.runner.swap import HostPages, swap_programs
 from headrace.serving.runner.warmup import Program, compile_programs
 from headrace.serving.runner.weights import weight_shapes
 
 _LOAD, _LOAD_ROWS = "load-slot", "load-slot-rows"
+_SWAP_OUT, _SWAP_IN = "swap-out", "swap-in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,10 @@ class JaxRunner:
         self._pool = make_pool(self._model_config, config, backend)
         self._state = make_state(self._model_config, config, backend)
         self._counts = make_counts(self._model_config, backend)
+        self._host_pages: HostPages | None = None
+        self._swap_page_seconds: float | None = None
+        if config.num_swap_pages:
+            self._host_pages = HostPages(pool_shapes(self._model_config, config, backend), config, backend)
         self._expert_counts = ExpertCounts(count_shapes(self._model_config, backend))
         self._layouts = {bucket: InputLayout(bucket, config, self._vocab_size) for bucket in config.buckets}
         self._programs: dict[str, jax.stages.Compiled] = {}
@@ -101,7 +107,11 @@ class JaxRunner:
         Raises: ConfigError where the chosen kernels cannot run a program.
         """
         self._programs, ledger = compile_programs(
-            self._program_list(), self._backend.device, self._compile_log, progress
+            self._program_list(),
+            self._backend.device,
+            self._compile_log,
+            progress,
+            self._backend.deterministic_options if self._config.deterministic else None,
         )
         if self._before_first_run is not None:
             self._before_first_run()
@@ -110,6 +120,10 @@ class JaxRunner:
         self._state = self._programs[_LOAD_ROWS](self._state, neutral.scalars, *neutral.rows)
         for bucket, layout in self._layouts.items():
             jax.block_until_ready(self._run(bucket, layout.empty()))
+        if self._host_pages is not None:
+            self._pool, self._swap_page_seconds = self._host_pages.measure(
+                self._programs[_SWAP_OUT], self._programs[_SWAP_IN], self._pool
+            )
         self._compile_log.mark_ready()
         return ledger
 
@@ -125,10 +139,12 @@ class JaxRunner:
             tenant = tenants.get(row.slot.slot)
             if tenant is None or tenant.slot != row.slot:
                 raise InvariantError(f"step {plan.step_id}: {row.slot} was not loaded")
+        self._check_swap(plan)
         packed = layout.pack(plan, {slot: tenant.min_tokens for slot, tenant in tenants.items()})
         config = self._config
         loads = [pack_load(load, config.num_slots, self._vocab_size, config.num_lanes) for load in plan.loads]
         self._tenants = tenants
+        self._swap(plan)
         for load in loads:
             if load.rows is None:
                 self._state = self._programs[_LOAD](self._state, load.scalars)
@@ -152,6 +168,8 @@ class JaxRunner:
         if not self._in_flight or self._in_flight[0] is not ticket:
             raise InvariantError(f"step {ticket.step_id} is not the oldest in flight")
         oldest = self._in_flight.popleft()
+        if self._host_pages is not None:
+            self._host_pages.finish(oldest.step_id)
         rows = np.asarray(oldest.packed)[list(oldest.rows)]
         num_decode = len(oldest.decode)
         decode = tuple(
@@ -163,6 +181,11 @@ class JaxRunner:
             for row, wanted, samples in zip(rows[num_decode:], oldest.prefill, oldest.samples, strict=True)
         )
         return StepResult(step_id=oldest.step_id, decode=decode, prefill=prefill)
+
+    @property
+    def swap_page_seconds(self) -> float | None:
+        """What a page takes to host memory and back, as warm-up measured it; None without swap space."""
+        return self._swap_page_seconds
 
     def expert_tokens(self) -> ExpertTokens | None:
         """See ``ports.Runner``."""
@@ -195,6 +218,19 @@ class JaxRunner:
 
         self._pool = jax.tree.map(poisoned, self._pool)
 
+    def _check_swap(self, plan: StepPlan) -> None:
+        if self._host_pages is not None:
+            self._host_pages.check(plan)
+        elif plan.swap_out or plan.swap_in:
+            raise InvariantError(f"step {plan.step_id}: pages are to be swapped, and num_swap_pages is 0")
+
+    def _swap(self, plan: StepPlan) -> None:
+        """First out, then in: a page that leaves may be taken by one that comes back."""
+        if self._host_pages is not None:
+            out, back = self._programs[_SWAP_OUT], self._programs[_SWAP_IN]
+            self._host_pages.start_out(out, self._pool, plan.step_id, plan.swap_out)
+            self._pool = self._host_pages.bring_back(back, self._pool, plan.swap_in)
+
     def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         program = self._programs[program_name(bucket)]
         self._pool, self._state, self._counts, result = program(
@@ -217,6 +253,8 @@ class JaxRunner:
         )
         programs[_LOAD] = load_program(load_scalars, backend, (state, scalars))
         programs[_LOAD_ROWS] = load_program(load_with_rows, backend, (state, scalars, *rows))
+        if config.num_swap_pages:
+            programs[_SWAP_OUT], programs[_SWAP_IN] = swap_programs(pool, config, backend)
         return programs
 
 

@@ -32,19 +32,26 @@ class Program:
     arguments: tuple[Any, ...]
     keep_unused: bool = False
 
-    def compile(self, device: jax.Device | None) -> jax.stages.Compiled:
+    def compile(
+        self, device: jax.Device | None, compiler_options: Mapping[str, bool | int] | None = None
+    ) -> jax.stages.Compiled:
         """For a device; None = JAX's default."""
         with on_device(device):  # a setting of the thread, so it is made in the one that compiles
             jitted = jax.jit(self.function, donate_argnums=self.donated, keep_unused=self.keep_unused)
-            return jitted.lower(*self.arguments).compile()
+            return jitted.lower(*self.arguments).compile(compiler_options=dict(compiler_options or {}) or None)
 
 
 def compile_programs(
-    programs: Mapping[str, Program], device: jax.Device | None, compile_log: CompileLog, progress: Progress
+    programs: Mapping[str, Program],
+    device: jax.Device | None,
+    compile_log: CompileLog,
+    progress: Progress,
+    compiler_options: Mapping[str, bool | int] | None = None,
 ) -> tuple[dict[str, jax.stages.Compiled], tuple[CompiledProgram, ...]]:
     """Compile all; the result holds executables by name and the ledger, both in the order of ``programs``.
 
     An executable refuses arguments of other shapes instead of compiling again. device: None = JAX's default.
+    compiler_options: XLA's own, by the names of its flags.
     """
     lock = threading.Lock()
     done = 0
@@ -52,7 +59,7 @@ def compile_programs(
     def build(name: str) -> tuple[jax.stages.Compiled, CompiledProgram]:
         program = programs[name]
         hits, started_s = compile_log.cache_hits(), time.monotonic()
-        compiled = program.compile(device)
+        compiled = program.compile(device, compiler_options)
         analysis = compiled.memory_analysis()
         entry = CompiledProgram(
             name=name,

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from tests.aot import cuda_faults, matrix, steps
-from tests.aot.cuda import check
+from tests.aot import cuda_faults, matrix, steps, swaps
+from tests.aot.cuda import check, compile_for
 from tests.aot.matrix import Entry, Operation
 from tests.aot.outcome import Failing, Outcome, of_fault
 from tests.aot.steps import WholeStep
+from tests.aot.swaps import Swap
 
 
 def entry(of: Entry, dump: Path) -> Outcome:
@@ -17,6 +18,10 @@ def entry(of: Entry, dump: Path) -> Outcome:
 
 def step(of: WholeStep, dump: Path) -> Outcome:
     return check(of.name, of.chip, steps.build_step(of), dump, needs_kernel=True)
+
+
+def swap(of: Swap, dump: Path) -> Outcome:
+    return swaps.check(of.name, swaps.build_swap(of), lambda built: compile_for(of.chip, built, dump))
 
 
 def fault(name: str, dump: Path) -> Outcome:

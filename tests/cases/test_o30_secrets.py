@@ -49,7 +49,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Itera
         command = [sys.executable, "-m", "headrace", "key", name, "--file", str(folder / "keys")]
         made.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
     log, fault = folder / "log", f"raise:{FAILING_STEP}"
-    with servers.fake(log, smollm2_path, fault=fault, api_keys=folder / "keys", restart_engine=True) as server:
+    engine = {"log_format": "json"}
+    options = {"api_keys": folder / "keys", "restart_engine": True}
+    with servers.fake(log, smollm2_path, fault=fault, engine=engine, **options) as server:
         keyed = Keyed(server, *made, folder / "keys")
         with servers.five_checks(server, key=keyed.alice):
             yield keyed
@@ -216,6 +218,9 @@ async def test_prompts_and_keys_are_in_no_log_metric_error_or_process_list(keyed
         "key file": keyed.key_file.read_text(),
     }
     assert f"step {FAILING_STEP} failed" in seen["log"] and "POST /v1/completions 400" in seen["log"]
+    lines = [json.loads(line) for line in seen["log"].splitlines()]
+    assert {line["process"] for line in lines} == {"edge", "engine"}
+    assert {"accepted", "finished", "refused"} <= {line.get("event") for line in lines}
     for name, text in seen.items():
         for secret in (CANARY, keyed.alice, keyed.bob):
             assert secret not in text, (name, secret)

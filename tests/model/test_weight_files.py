@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import gguf
@@ -17,6 +17,7 @@ from headrace.model.errors import ModelFileError
 from headrace.model.init import init_weights
 from headrace.model.load import load_model, open_weights
 from headrace.model.tensor_source import count_not_finite
+from headrace.model.weight_files import config_hash
 from tests.model.tiny import TINY, write_gguf, write_hf
 
 
@@ -26,9 +27,40 @@ def test_the_hash_is_of_the_configuration_and_of_every_stored_tensor(tmp_path: P
     tensors = load_file(tmp_path / "model.safetensors")
     digests = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in tensors.items()}
     leaves = sorted([name, "BF16", list(x.shape), digests[name]] for name, x in tensors.items())
-    root = json.dumps({"config": asdict(model.config), "tensors": leaves}, sort_keys=True)
+    defaults = {field.name: field.default for field in fields(model.config)}
+    stated = {
+        name: value for name, value in asdict(model.config).items() if getattr(model.config, name) != defaults[name]
+    }
+    root = json.dumps({"config": stated, "tensors": leaves}, sort_keys=True)
     assert model.model_hash == hashlib.sha256(root.encode()).hexdigest()
     assert model.digests == digests
+    files = open_weights(tmp_path)
+    assert files.stored_types == {}
+    list(files.stream(list(files.specs)))
+    assert files.stored_types == {"BF16": len(tensors)}
+
+
+def test_a_field_that_a_later_version_adds_changes_no_hash() -> None:
+    @dataclass(frozen=True)
+    class Later:
+        family: str
+        router: object = None
+        added: int = 0
+
+    @dataclass(frozen=True)
+    class Router:
+        scale: int = 1
+        added: bool = False
+
+    plain = config_hash(Later("x"))  # type: ignore[arg-type]
+    assert plain == hashlib.sha256(b'{"family": "x"}').hexdigest()
+    assert (
+        config_hash(Later("x", Router(2)))
+        == hashlib.sha256(  # type: ignore[arg-type]
+            b'{"family": "x", "router": {"scale": 2}}'
+        ).hexdigest()
+    )
+    assert config_hash(Later("x", added=1)) != plain  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])

@@ -1,6 +1,7 @@
 """What a person is shown at the start: the arithmetic must add up."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,10 @@ def test_what_is_known_before_the_engine_has_a_device() -> None:
     asked = "--device auto --mesh tensor=1 --attention auto --dtype bfloat16 --weights native --kv-dtype auto; what"
     assert asked in text
     assert "up to 8 streams and 256 prompt tokens a step; prefix cache on" in text
+    assert "where it is for this model; every 300 s; without a record unchecked" in text
+    strict = replace(options, probes=(Path("a.json"), Path("records")), require_probe=True)
+    text = printed(print_configuration, strict, SMOLLM2)
+    assert "by probe record: a.json, records; every 300 s; without a record not ready" in text
     assert "KV per token" not in text and "pages" not in text  # they follow from the device
 
 

@@ -145,6 +145,8 @@ def test_json_holds_plain_values() -> None:
     assert shown["prompt_token_ids"] == [1, 2, 3]
     assert shown["finish_reason"] == "length"
     assert shown["usage"]["total_tokens"] == 5
-    assert set(shown["metrics"]) == {"queue_ms", "prefill_ms", "decode_ms", "first_token_ms", "preemptions"}
+    times = {"queue_ms", "prefill_ms", "decode_ms", "first_token_ms", "preempted_ms"}
+    assert set(shown["metrics"]) == times | {"preemptions", "preempted"}
+    assert not shown["metrics"]["preempted"]
     assert len(shown["logprobs"]) == 2
     assert "error" not in shown

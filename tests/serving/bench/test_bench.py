@@ -3,57 +3,22 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from headrace.serving.app.bench_command import bench
 from headrace.serving.bench.closed_loop import Standing, run
-from headrace.serving.bench.targets import (
-    BenchError,
-    NativeTarget,
-    OpenAITarget,
-    Server,
-    base_of,
-    contract_of,
-    model_of,
-)
+from headrace.serving.bench.native_target import NativeTarget
+from headrace.serving.bench.openai_target import OpenAITarget
+from headrace.serving.bench.targets import BenchError, Server, base_of, contract_of, model_of
 from headrace.serving.bench.workload import Workload
 from headrace.serving.core.errors import ConfigError
-from headrace.serving.edge.app import build_app
-from headrace.serving.edge.security import Doorkeeper, SecurityLayer, SecurityPolicy
-from headrace.serving.edge.server import ServerConfig, ServerControl, bind, serve
-from headrace.serving.edge.session import SessionConfig
-from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
 from headrace.serving.engine.messages import Topology
-from tests.serving.edge.fakes import FakeEngine, make_service, ready
+from tests.serving.bench.live import Handler, answers, foreign, invoke, serving
+from tests.serving.edge.fakes import FakeEngine, ready
 
 WORK = Workload(streams=3, requests=7, max_tokens=6, prompt_words=5, warmup=1)
-
-
-@asynccontextmanager
-async def serving(engine: FakeEngine) -> AsyncIterator[Server]:
-    """The whole edge on a loopback port."""
-    service = make_service(engine)
-    door = Doorkeeper(SecurityPolicy())
-    streams = StreamEndpoint(
-        service, door, StreamConfig(session=SessionConfig(server="headrace/test")), metrics=service.metrics
-    )
-    app = build_app(service, security=lambda inner: SecurityLayer(inner, door), stream_endpoint=streams)
-    config, control = ServerConfig(port=0, drain_s=0.2), ServerControl()
-    listener = bind(config)
-    task = asyncio.create_task(serve(app, config, (streams,), listener=listener, control=control, signals=()))
-    try:
-        await control.listening.wait()
-        yield Server(base=f"http://127.0.0.1:{listener.getsockname()[1]}", limit_s=20.0)
-    finally:
-        control.stop()
-        await asyncio.wait_for(task, 20)
-        service.close()
 
 
 def target_of(api: str, server: Server) -> NativeTarget | OpenAITarget:
@@ -120,27 +85,6 @@ async def test_an_engine_that_dies_shows(api: str) -> None:
         engine.die()
         (outcome,) = await running
     assert outcome.error == "engine_lost"
-
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-def answers(body: str, *, status: str = "200 OK", kind: str = "text/event-stream") -> Handler:
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nconnection: close\r\n\r\n{body}".encode())
-        await writer.drain()
-        writer.close()
-
-    return handle
-
-
-@asynccontextmanager
-async def foreign(handler: Handler) -> AsyncIterator[Server]:
-    """A server that is not ours."""
-    listener = await asyncio.start_server(handler, "127.0.0.1", 0)
-    async with listener:
-        yield Server(base=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", limit_s=10.0)
 
 
 ROLE = 'data: {"choices":[{"index":0,"text":""}]}\n\n'
@@ -211,32 +155,30 @@ def test_what_is_no_url(url: str) -> None:
         base_of(url)
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, list(arguments), standalone_mode=False)
-
-
 async def test_the_command_prints_a_table_and_writes_what_the_figures_belong_to(tmp_path: Path) -> None:
     topology = Topology(platform="tpu", device_kind="TPU v6 lite", num_devices=4, link="ICI")
     engine = FakeEngine(ready_info=ready(mesh="tensor=4", topology=topology))
     file = tmp_path / "bench.json"
     work = ("--streams", "2", "--requests", "4", "--prompt-words", "3", "--max-tokens", "5", "--seed", "9")
     async with serving(engine) as server:
-        done = await asyncio.to_thread(invoke, server.base, *work, "--json", str(file))
+        done = await asyncio.to_thread(invoke, server.base, *work, "--json", str(file), "--slo", "ttft=20s")
         openai = await asyncio.to_thread(invoke, server.base, *work, "--api", "openai")
         failed = await asyncio.to_thread(invoke, server.base, "--requests", "2", "--prompt-tokens", "3")
     assert (done.return_value, openai.return_value, failed.return_value) == (0, 0, 1)
     table = " ".join(done.stdout.split())
     assert "4 requests in 2 streams, prompts of 3 words, 5 new tokens, temperature 0, seed 9; workload" in table
     assert "4 × tpu:TPU v6 lite, mesh tensor=4, link ICI; float32, KV float32, model abababababab" in table
+    assert "goodput under ttft ≤ 20000 ms: " in table and "100.0% (51.0% to 100.0%) of 4; missed: nothing" in table
     assert "between tokens" in table and "output tokens/s (20 in" in table
     assert "between pieces of text" in openai.stdout
     assert "2 of 2 failed: 2 invalid_request" in failed.stdout
     found: dict[str, Any] = json.loads(file.read_text())
-    assert found["format"] == "headrace-bench/1"
+    assert found["format"] == "headrace-bench/2" and found["loop"] == "closed"
     assert found["server"]["contract"]["topology"]["num_devices"] == 4
     assert found["workload"]["seed"] == 9 and len(found["workload"]["hash"]) == 64
     assert found["figures"]["output_tokens"] == 20 and found["figures"]["failed"] == 0
     assert len(found["requests"]) == 4 and min(one["sent_s"] for one in found["requests"]) == 0
+    assert {one["planned_s"] for one in found["requests"]} == {None}
 
 
 def test_the_command_refuses_before_it_asks(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_each_aspect_draws_from_a_stream_of_its_own() -> None:
         assert [getattr(one, name) for one in before.requests] == [getattr(one, name) for one in after.requests]
 
 
+def test_drawn_answers_have_seeds_and_greedy_ones_none() -> None:
+    drawn = make_workload(replace(PLAN, temperature=0.5, requests=3, ignore_eos=False)).requests
+    assert [request.sampling for request in drawn] == [{"temperature": 0.5, "seed": seed} for seed in (5, 6, 7)]
+    assert make_workload(PLAN).requests[0].sampling == {"temperature": 0.0, "ignore_eos": True}
+
+
 def test_even_arrivals_and_phases() -> None:
     even = replace(PLAN, arrivals="uniform", phases=((2.0, 2.0), (4.0, 1.0), (1.0, 2.0)))
     times = [request.at_s for request in make_workload(even).requests]
@@ -85,6 +91,9 @@ def test_lengths() -> None:
         ({"requests": 0}, "--requests is 0"),
         ({"arrivals": "x"}, "--arrivals is 'x'; there are poisson, uniform"),
         ({"tenants": (Share(name="a", share=0),)}, "must not all be 0"),
+        ({"temperature": float("nan")}, "--temperature is nan; it must be from 0 to 100"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"cancel_share": 1.5}, "--cancel-share is 1.5"),
     ],
     ids=str,
 )

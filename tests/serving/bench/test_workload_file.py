@@ -138,3 +138,12 @@ def test_every_field_has_a_meaning() -> None:
     assert list(MEANINGS) == [*PLAIN_FIELDS, *SAMPLING_FIELDS]
     assert list(HEADER_MEANINGS) == list(HEADER_FIELDS)
     assert FORMAT in HEADER_MEANINGS["format"]
+
+
+def test_the_page_names_every_field_as_the_help_does() -> None:
+    page = (Path(__file__).resolve().parents[3] / "BENCHMARKS.md").read_text()
+    for name, meaning in {**HEADER_MEANINGS, **MEANINGS}.items():
+        assert f"`{name}`" in page and meaning in page, name
+    example = page.partition("```\n{")[2].partition("```")[0]
+    found = parse_workload(("{" + example).encode(), "BENCHMARKS.md")
+    assert len(found.requests) == 2 and found.requests[1].cancel_after_s == 2

@@ -5,9 +5,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.serving.core.config import SchedulerConfig
-from headrace.serving.core.events import Event, Finished, TokenEvent
+from headrace.serving.core.events import Event, Finished, Preempted, TokenEvent
 from headrace.serving.core.plan import StepPlan
-from headrace.serving.core.request import CancelReason, Rejection, Request, RequestId, SamplingParams, StopRule
+from headrace.serving.core.request import (
+    CancelReason,
+    Priority,
+    Rejection,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopRule,
+)
 from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.fake_runner import FakeRunner, FakeTicket, expected_tokens
 
@@ -37,6 +45,11 @@ def make_request(
     min_tokens: int = 0,
     stop_ids: tuple[int, ...] = (),
     namespace: bytes = b"",
+    tenant: str = "",
+    weight: float = 1.0,
+    priority: Priority = Priority.NORMAL,
+    deadline_ms: float | None = None,
+    shared: tuple[int, bytes] = (0, b""),
     **sampling: Any,
 ) -> Request:
     """prompt as a length: distinct tokens that depend on the request id."""
@@ -47,6 +60,12 @@ def make_request(
         sampling=SamplingParams(**sampling),
         stop=StopRule(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_ids),
         cache_namespace=namespace,
+        tenant=tenant,
+        weight=weight,
+        priority=priority,
+        deadline_ms=deadline_ms,
+        shared_prefix_tokens=shared[0],
+        shared_namespace=shared[1],
     )
 
 
@@ -66,6 +85,7 @@ class Drive:
     plans: list[StepPlan] = field(default_factory=list)
     tokens: dict[int, list[TokenEvent]] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
+    preempted: list[Preempted] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.scheduler is None:
@@ -85,6 +105,7 @@ class Drive:
     def plan(self) -> StepPlan | None:
         """Plan and dispatch one step."""
         self.now_s += 1.0
+        self.take(self.scheduler.expire(self.now_s))
         plan = self.scheduler.plan_step(self.now_s)
         if plan is not None:
             self.plans.append(plan)
@@ -113,7 +134,9 @@ class Drive:
             if isinstance(event, TokenEvent):
                 assert event.index == len(self.tokens[event.request_id])
                 self.tokens[event.request_id].append(event)
-            elif isinstance(event, Finished):
+            elif isinstance(event, Preempted):
+                self.preempted.append(event)
+            else:
                 self.finished[event.request_id] = event
         self._settled()
         return events
@@ -140,3 +163,5 @@ class Drive:
         for lane in self.scheduler.lanes:
             for page in lane.memory.pool.free_pages:
                 self.runner.poison(page)
+            for page in lane.host.free_pages:
+                self.runner.poison_host(page)

@@ -1,4 +1,5 @@
 from headrace.serving.core.draft import Draft
+from headrace.serving.core.fair_share import OUTPUT_TOKEN_PRICE, PROMPT_TOKEN_PRICE, Tenant
 from headrace.serving.core.plan import Bucket, DecodeRow, PrefillSegment, ProgramKind, SlotLoad, SlotRef
 from headrace.serving.core.sequence import Sequence
 from tests.serving.core.driver import make_config, make_request
@@ -31,12 +32,11 @@ def test_a_decode_row_feeds_the_known_token_or_leaves_it_to_the_device() -> None
     assert [(s.num_computed, s.num_pending, s.last_step) for s in (known, unknown)] == [(7, 1, 7), (5, 2, 7)]
 
 
-def test_segments_are_cut_to_the_budget_in_whole_pages_and_padded_to_blocks() -> None:
+def test_segments_are_padded_to_blocks() -> None:
     draft = Draft(CONFIG, 0)
     short, long = running(0, 3, computed=0), running(1, 30, computed=4)
-    draft.add_prefill(short, SlotRef(0, 1))
-    draft.add_prefill(long, SlotRef(1, 1))
-    assert not draft.has_prefill_room(0)
+    draft.add_prefill(short, SlotRef(0, 1), 3)
+    draft.add_prefill(long, SlotRef(1, 1), 16)
     plan = draft.seal()
     assert plan.prefill == (
         PrefillSegment(
@@ -61,12 +61,19 @@ def test_segments_are_cut_to_the_budget_in_whole_pages_and_padded_to_blocks() ->
     assert plan.num_tokens == 19
 
 
-def test_max_segments_bounds_a_step() -> None:
+def test_a_tenant_is_charged_once_for_what_is_computed() -> None:
     draft = Draft(CONFIG, 0)
-    for slot in range(2):
-        assert draft.has_prefill_room(0)
-        draft.add_prefill(running(slot, 3, computed=0), SlotRef(slot, 1))
-    assert not draft.has_prefill_room(0)
+    sequence = running(0, 30, computed=4)
+    sequence.num_charged = 4
+    sequence.tenant = Tenant(weight=2.0)
+    draft.add_prefill(sequence, SlotRef(0, 1), 16)
+    assert sequence.tenant.served == 16 * PROMPT_TOKEN_PRICE / 2
+    sequence.num_computed = 0
+    draft.add_prefill(sequence, SlotRef(0, 1), 24)
+    assert sequence.tenant.served == 20 * PROMPT_TOKEN_PRICE / 2, "20 of the 24 were computed before"
+    sequence.outputs = [1]
+    draft.add_decode(sequence, SlotRef(0, 1))
+    assert sequence.tenant.served == (20 * PROMPT_TOKEN_PRICE + OUTPUT_TOKEN_PRICE) / 2
 
 
 def test_a_load_carries_the_outputs_so_far() -> None:
@@ -75,7 +82,7 @@ def test_a_load_carries_the_outputs_so_far() -> None:
     assert draft.is_empty
     sequence.num_to_prefill = 5
     draft.add_load(sequence, SlotRef(0, 1))
-    draft.add_prefill(sequence, SlotRef(0, 1))
+    draft.add_prefill(sequence, SlotRef(0, 1), 5)
     plan = draft.seal()
     assert plan.loads == (SlotLoad(slot=SlotRef(0, 1), request=sequence.request, output_ids=(9, 8)),)
     assert (plan.prefill[0].token_ids[3:], plan.prefill[0].output_index) == ((9, 8), 2)

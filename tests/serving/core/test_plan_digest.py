@@ -147,7 +147,7 @@ def test_all_fields_are_in_the_example_and_renamed_or_kept() -> None:
 def test_an_equal_plan_has_an_equal_digest_and_both_digests_agree() -> None:
     twin = replace(PLAN, decode=tuple(replace(row) for row in PLAN.decode))
     assert twin is not PLAN and plan_digest(twin) == plan_digest(PLAN)
-    assert both_digests(PLAN) == (plan_digest(PLAN), tuple(field_digests(PLAN).values()))
+    assert both_digests(PLAN) == (plan_digest(PLAN), field_digests(PLAN))
     assert len(plan_digest(PLAN)) == 32
 
 
@@ -158,7 +158,7 @@ def test_integers_beyond_64_bits_and_tuples_of_pairs_have_a_form() -> None:
 
 
 def test_a_type_without_a_form_is_an_error() -> None:
-    with pytest.raises(TypeError, match="holds a list"):
+    with pytest.raises(TypeError, match="a list has no"):
         plan_digest(replace(PLAN, decode=([1],)))  # type: ignore[arg-type]
 
 

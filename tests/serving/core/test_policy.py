@@ -1,44 +1,205 @@
+from dataclasses import dataclass
+
 import pytest
 
+from headrace.serving.core.config import PreemptionPolicy
+from headrace.serving.core.events import PreemptionAction, PreemptionReason
+from headrace.serving.core.fair_share import FIRST_STREAM_TOKENS, Tenant
 from headrace.serving.core.policy import (
-    MAX_OPTIMISTIC_PREEMPTIONS,
-    chunk_tokens,
+    MAX_PAGE_PREEMPTIONS,
+    arrival_rank,
+    guard_fits,
+    keeps_a_slot,
+    level_of,
+    must_guard,
     pages_to_keep_free,
-    pick_victim,
-    queue_rank,
+    pick_class_victim,
+    pick_fairness_victim,
+    pick_page_victim,
+    preemption_action,
+    share_cells,
+    share_chunks,
+    waiting_turn,
 )
+from headrace.serving.core.request import Priority
 from headrace.serving.core.sequence import Sequence
 from tests.serving.core.driver import make_request
 
 
-def sequence(arrival: int, prompt: int = 5, max_tokens: int = 8, **state: object) -> Sequence:
-    made = Sequence(request=make_request(arrival, prompt, max_tokens), arrival=arrival, submitted_s=0.0)
+def sequence(
+    arrival: int, prompt: int = 5, max_tokens: int = 8, priority: Priority = Priority.NORMAL, **state: object
+) -> Sequence:
+    made = Sequence(
+        request=make_request(arrival, prompt, max_tokens, priority=priority), arrival=arrival, submitted_s=0.0
+    )
     for name, value in state.items():
         setattr(made, name, value)
     return made
 
 
-def test_first_come_first_served_and_the_last_is_the_victim() -> None:
-    running = sorted([sequence(2), sequence(0), sequence(1)], key=queue_rank)
-    assert [s.arrival for s in running] == [0, 1, 2]
-    assert pick_victim(running).arrival == 2
+def test_first_come_first_served_within_a_tenant_and_the_last_is_the_victim() -> None:
+    tenant = Tenant()
+    running = [sequence(i, tenant=tenant) for i in (2, 0, 1)]
+    assert [s.arrival for s in sorted(running, key=arrival_rank)] == [0, 1, 2]
+    first = running[1]
+    victim = pick_page_victim(first, running)
+    assert victim is not None and victim.arrival == 2
+    assert pick_page_victim(victim, running) is None, "the last waits itself"
 
 
-def test_one_page_per_running_sequence_stays_free() -> None:
-    assert pages_to_keep_free(sequence(9), [], 4) == 0
-    assert pages_to_keep_free(sequence(9), [sequence(1), sequence(2)], 4) == 2
+def test_a_wait_lifts_a_request_by_a_class_up_to_the_highest() -> None:
+    low = sequence(0, priority=Priority.LOW)
+    assert [level_of(low, now_s, 10.0) for now_s in (-5.0, 9.9, 10.0, 19.9, 20.0, 1e6)] == [2, 2, 1, 1, 0, 0]
 
 
-def test_after_enough_preemptions_the_worst_case_of_all_must_fit() -> None:
-    # Candidate: 5 + 8 - 1 = 12 positions, 3 pages of 4, of which 2 hold its known tokens. The other: 3 pages, has 2.
-    again = sequence(9, preemptions=MAX_OPTIMISTIC_PREEMPTIONS)
-    assert pages_to_keep_free(again, [sequence(1, pages=[1, 2])], 4) == 1 + 1
-    assert pages_to_keep_free(again, [], 4) == 1
+def test_the_order_of_admission_is_class_then_service_then_arrival() -> None:
+    busy, poor = Tenant("busy", served=10_000.0, num_running=1), Tenant("poor", served=9_000.0, num_running=1)
+    waiting = [
+        sequence(0, tenant=busy),
+        sequence(1, tenant=poor),
+        sequence(2, tenant=busy, priority=Priority.HIGH),
+        sequence(3, tenant=poor, priority=Priority.LOW),
+        sequence(4, tenant=poor),
+    ]
+    assert [s.arrival for s in sorted(waiting, key=lambda s: waiting_turn(s, 0.0, 10.0))] == [2, 1, 4, 0, 3]
+
+
+def test_a_tenant_that_runs_nothing_is_a_little_ahead() -> None:
+    tenant = Tenant("a", weight=2.0, served=1_000.0)
+    assert tenant.turn == 1_000.0 - FIRST_STREAM_TOKENS / 2
+    tenant.num_running = 1
+    assert tenant.turn == 1_000.0
+
+
+def fairness(held: dict[str, int], weights: dict[str, float], level: int = 1) -> str | None:
+    """Whose request yields to a new tenant with weight 1 in 8 slots."""
+    tenants = {name: Tenant(name, weights[name], num_running=count) for name, count in held.items()}
+    running = [
+        sequence(10 * i + j, tenant=t, level=level)
+        for i, t in enumerate(tenants.values())
+        for j in range(t.num_running)
+    ]
+    total = sum(weights.values()) + 1
+    shares = {name: 8 * weight / total for name, weight in (weights | {"new": 1.0}).items()}
+    victim = pick_fairness_victim(sequence(99, tenant=Tenant("new"), level=1), running, shares)
+    if victim is None:
+        return None
+    assert victim.arrival % 10 == victim.tenant.num_running - 1, "the latest of the tenant"
+    return victim.tenant.name
+
+
+def test_a_tenant_above_its_share_of_slots_yields_to_one_that_runs_nothing() -> None:
+    assert fairness({"greedy": 8}, {"greedy": 1.0}) == "greedy"
+    assert fairness({"a": 6, "b": 2}, {"a": 1.0, "b": 1.0}) == "a"
+    assert fairness({"a": 4, "b": 4}, {"a": 8.0, "b": 1.0}) == "b"
+    assert fairness({"a": 1}, {"a": 1.0}) is None, "a tenant keeps one"
+    assert fairness({"greedy": 8}, {"greedy": 1.0}, level=0) is None, "nobody yields to a lower class"
 
 
 @pytest.mark.parametrize(
-    ("remaining", "budget", "chunk"),
-    [(3, 8, 3), (8, 8, 8), (9, 8, 8), (100, 10, 8), (100, 3, 0), (3, 3, 3)],
+    ("level", "levels", "victim"),
+    [
+        (0, [1, 1, 1, 1], 3),  # NORMAL keeps 3 of 4
+        (0, [0, 1, 1, 1], None),
+        (1, [2, 2, 2, 2], 3),  # LOW keeps 2 of 4
+        (1, [1, 1, 2, 2], None),
+        (0, [1, 2, 2, 2], 3),
+        (2, [2, 2, 2, 2], None),
+        (1, [1, 1, 1, 1], None),
+    ],
 )
-def test_a_chunk_is_the_rest_or_whole_pages(remaining: int, budget: int, chunk: int) -> None:
-    assert chunk_tokens(remaining, budget, 4) == chunk
+def test_a_class_above_its_share_of_slots_yields_to_a_higher_one(
+    level: int, levels: list[int], victim: int | None
+) -> None:
+    tenant = Tenant()
+    running = [sequence(i, tenant=tenant, level=its) for i, its in enumerate(levels)]
+    found = pick_class_victim(level, running, levels, 4)
+    assert (None if found is None else found.arrival) == victim
+
+
+def test_a_slot_is_kept_for_a_tenant_that_paused() -> None:
+    greedy, new = sequence(0, tenant=Tenant(num_running=3)), sequence(1, tenant=Tenant())
+    assert keeps_a_slot(greedy, 1, 4, awaits_another=True)
+    assert not keeps_a_slot(greedy, 2, 4, awaits_another=True)
+    assert not keeps_a_slot(greedy, 1, 3, awaits_another=True)
+    assert not keeps_a_slot(greedy, 1, 4, awaits_another=False)
+    assert not keeps_a_slot(new, 1, 4, awaits_another=True)
+
+
+def test_one_page_per_running_sequence_stays_free_but_for_a_guarded_one() -> None:
+    assert (pages_to_keep_free(False, 0), pages_to_keep_free(False, 2), pages_to_keep_free(True, 2)) == (0, 2, 0)
+
+
+def test_after_enough_preemptions_for_pages_the_worst_cases_of_the_guarded_must_fit() -> None:
+    # 5 + 8 - 1 = 12 positions: 3 pages of 4.
+    key = (PreemptionReason.PAGES, PreemptionAction.RECOMPUTED)
+    again = sequence(9, preempted={key: MAX_PAGE_PREEMPTIONS})
+    assert must_guard(again, [], page_size=4, num_host_free=None)
+    assert not must_guard(sequence(9, preempted={key: MAX_PAGE_PREEMPTIONS - 1}), [], page_size=4, num_host_free=None)
+    running = [sequence(1, is_guarded=True), sequence(2)]
+    assert guard_fits(again, running, page_size=4, num_usable=6)
+    assert not guard_fits(again, running, page_size=4, num_usable=5)
+
+
+def test_where_preemption_must_swap_the_unguarded_fit_into_host_memory() -> None:
+    running = [sequence(1), sequence(2, is_guarded=True)]
+    assert not must_guard(sequence(9), running, page_size=4, num_host_free=6)
+    assert must_guard(sequence(9), running, page_size=4, num_host_free=5)
+
+
+def test_the_cheaper_action_is_taken_where_both_are_possible() -> None:
+    @dataclass
+    class Case:
+        policy: PreemptionPolicy
+        tokens: int
+        host: int
+        token_ms: float
+        page_ms: float
+        swaps: bool
+
+    auto, swap, recompute = PreemptionPolicy
+    for case in (
+        Case(auto, 64, 4, 1.0, 1.0, True),
+        Case(auto, 64, 4, 0.1, 1.0, False),
+        Case(auto, 64, 4, 0.0, 9.0, True),
+        Case(auto, 64, 3, 1.0, 1.0, False),
+        Case(swap, 64, 4, 0.1, 1.0, True),
+        Case(swap, 64, 3, 1.0, 1.0, False),
+        Case(swap, 0, 4, 1.0, 1.0, False),
+        Case(recompute, 64, 4, 1.0, 1.0, False),
+    ):
+        action = preemption_action(
+            case.policy,
+            num_tokens=case.tokens,
+            num_pages=4,
+            num_host_free=case.host,
+            token_ms=case.token_ms,
+            page_ms=case.page_ms,
+        )
+        assert (action is PreemptionAction.SWAPPED) == case.swaps, case
+
+
+@pytest.mark.parametrize(
+    ("needs", "budget", "chunks"),
+    [
+        ([100], 16, [16]),
+        ([5, 20, 5], 16, [5, 8, 0]),
+        ([100, 3], 16, [12, 3]),
+        ([100, 100], 16, [8, 8]),
+        ([3, 100], 16, [3, 12]),
+        ([100, 100], 4, [4, 0]),
+        ([1, 1, 1, 1, 1], 40, [1, 1, 1, 0, 0]),
+        ([], 16, []),
+    ],
+)
+def test_no_prompt_takes_more_than_half_while_others_want_a_part(
+    needs: list[int], budget: int, chunks: list[int]
+) -> None:
+    assert share_chunks(needs, budget, 4, 3) == chunks
+
+
+def test_cells_are_whole_or_the_rest_of_a_prompt() -> None:
+    assert share_cells([100], 16, 4, 3) == [16]
+    assert share_cells([5, 20, 5], 16, 4, 3) == [5, 0, 5]
+    assert share_cells([100, 3], 16, 4, 3) == [16, 0]
+    assert share_cells([1, 1, 1, 1], 16, 4, 3) == [1, 1, 1, 0]

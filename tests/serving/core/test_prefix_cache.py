@@ -26,14 +26,14 @@ class World:
     def publish(self, contents: list[Tokens], namespace: bytes = NAMESPACE) -> list[int]:
         """Pages of a prefix, published and then let go, leaves first."""
         pages = [self.pool.alloc() for _ in contents]
-        self.cache.publish([], self.keys(contents, namespace), namespace, pages)
+        self.cache.publish([], self.keys(contents, namespace), pages)
         for page in reversed(pages):
             self.pool.release(page)
         self.cache.check()
         return pages
 
     def find(self, contents: list[Tokens], namespace: bytes = NAMESPACE) -> list[int]:
-        return [entry.page for entry in self.cache.find(self.keys(contents, namespace), namespace)]
+        return [entry.page for entry in self.cache.find(self.keys(contents, namespace))]
 
 
 def test_the_digest_is_sha256_over_the_parent_and_little_endian_words() -> None:
@@ -79,7 +79,7 @@ def test_a_second_page_of_equal_content_stays_private_but_can_be_built_on() -> N
     own = [world.pool.alloc(), world.pool.alloc()]
     chain: list[Entry] = []
     keys = world.keys([(1, 2), (3, 4)])
-    world.cache.publish(chain, keys, NAMESPACE, own)
+    world.cache.publish(chain, keys, own)
     assert [entry.page for entry in chain] == [first[0], own[1]]
     assert not world.pool.is_published(own[0])
     world.cache.check()
@@ -115,12 +115,12 @@ def test_publishing_goes_on_after_an_ancestor_was_forgotten() -> None:
     own = [world.pool.alloc() for _ in range(3)]
     keys = world.keys([(1, 2), (3, 4), (5, 6)])
     chain: list[Entry] = []
-    world.cache.publish(chain, keys[:2], NAMESPACE, own)
+    world.cache.publish(chain, keys[:2], own)
     world.cache.forget_page(first[0])
     assert [entry.is_live for entry in chain] == [False, False]
-    world.cache.publish(chain, keys, NAMESPACE, own)
+    world.cache.publish(chain, keys, own)
     assert [entry.page for entry in chain] == own
-    assert [entry.page for entry in world.cache.find(keys, NAMESPACE)] == own
+    assert [entry.page for entry in world.cache.find(keys)] == own
     world.cache.check()
 
 

@@ -191,7 +191,7 @@ def test_pages_of_a_failed_step_are_not_used_again() -> None:
     drive.submit(make_request(1, 9, 8))
     drive.tick()
     drive.plan()
-    assert drive.scheduler.lanes[0].memory.cache.find(drive.scheduler._running[0].keys, b"")
+    assert drive.scheduler.lanes[0].memory.cache.find(drive.scheduler._tenancies.running[0].keys)
     drive.fail()
     assert drive.scheduler.stats().pages_cached == 0
 
@@ -356,7 +356,7 @@ def test_the_same_commands_give_the_same_plans() -> None:
 def test_check_finds_a_live_sequence_that_is_nowhere() -> None:
     drive = Drive(make_config())
     drive.submit(make_request(1, 6, 8))
-    drive.scheduler._waiting.remove(drive.scheduler._waiting.first)
+    drive.scheduler._tenancies.waiting.remove(drive.scheduler._tenancies.waiting.first(0.0))
     with pytest.raises(InvariantError, match="not in exactly one"):
         drive.scheduler.check()
 
@@ -366,7 +366,7 @@ def test_check_finds_a_damaged_running_sequence(damage: str) -> None:
     drive = Drive(make_config())
     drive.submit(make_request(1, 6, 8))
     drive.plan()
-    (sequence,) = drive.scheduler._running
+    (sequence,) = drive.scheduler._tenancies.running
     drive.scheduler.check()
     change = {"slot": None, "pages": [1], "num_computed": 7, "num_pending": 2}[damage]
     setattr(sequence, damage, change)

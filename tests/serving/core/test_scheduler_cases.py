@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.serving.core.events import TokenEvent
-from headrace.serving.core.policy import MAX_OPTIMISTIC_PREEMPTIONS
+from headrace.serving.core.policy import MAX_PREEMPTIONS
 from headrace.serving.core.prefix_cache import PageHash, sha256_page
 from headrace.serving.core.request import FinishReason, RejectionReason, Request
 from headrace.serving.core.scheduler import Scheduler
@@ -87,7 +87,7 @@ def assert_as_alone(drive: Drive, requests: list[Request]) -> None:
         assert all(event.logprobs is not None for event in events)
         finished = drive.finished[request.request_id]
         assert (finished.reason, finished.completion_tokens) == (FinishReason.LENGTH, 36)
-        assert finished.timings.preemptions <= MAX_OPTIMISTIC_PREEMPTIONS
+        assert finished.timings.preemptions <= MAX_PREEMPTIONS
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -111,8 +111,9 @@ def test_o22_preemption_at_every_step_number_changes_nothing() -> None:
         drive.submit(*crowd()[:3])
         for _ in range(tick):
             drive.tick()
-        if drive.scheduler._running:
-            drive.scheduler._preempt(drive.scheduler._running[-1])
+        running = drive.scheduler._tenancies.running
+        if running:
+            drive.take(drive.scheduler.preempt(running[-1].request.request_id, drive.now_s))
             num_forced += 1
         drive.run()
         assert_as_alone(drive, crowd()[:3])
@@ -163,7 +164,7 @@ def test_o23_crowded_requests_all_end_with_bounded_preemption(count: int, prompt
     run_with_progress(drive)
     for request in requests:
         assert drive.ids(request.request_id) == ids_alone(request)
-        assert drive.finished[request.request_id].timings.preemptions <= MAX_OPTIMISTIC_PREEMPTIONS
+        assert drive.finished[request.request_id].timings.preemptions <= MAX_PREEMPTIONS
 
 
 def test_o24_cancelling_a_queued_request_leaves_the_running_one_alone() -> None:

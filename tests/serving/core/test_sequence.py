@@ -1,3 +1,4 @@
+from headrace.serving.core.events import PreemptionAction, PreemptionReason
 from headrace.serving.core.plan import SlotRef
 from headrace.serving.core.sequence import Sequence, max_kv_tokens, num_pages_for
 from tests.serving.core.driver import make_request
@@ -31,7 +32,8 @@ def test_clearing_a_tenancy_keeps_history_and_counts() -> None:
     sequence = make([20])
     sequence.slot, sequence.pages, sequence.num_pending, sequence.last_step = SlotRef(0, 1), [1], 1, 7
     sequence.num_computed = sequence.num_to_prefill = 3
-    sequence.preemptions, sequence.cached_tokens = 2, 4
+    sequence.preempted[PreemptionReason.PAGES, PreemptionAction.SWAPPED] = 2
+    sequence.cached_tokens = 4
     sequence.clear_tenancy()
     assert sequence.slot is None and sequence.last_step is None
     assert sequence.pages == [] and sequence.chain == []

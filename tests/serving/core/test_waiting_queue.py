@@ -17,7 +17,7 @@ def test_a_preempted_sequence_comes_back_to_its_place() -> None:
     for arrival in (3, 1, 2):
         queue.add(sequence(arrival))
     assert [s.arrival for s in queue.sequences] == [1, 2, 3]
-    assert queue.first.arrival == 1
+    assert queue.first(0.0).arrival == 1
     queue.check()
 
 
@@ -40,7 +40,7 @@ def test_the_number_of_prompt_tokens_is_bounded_but_one_request_always_may_wait(
     rejection = queue.refuse(make_request(9, 5), 0.0)
     assert rejection is not None
     assert "max_queued_prompt_tokens=10" in rejection.message
-    queue.remove(queue.first)
+    queue.remove(queue.first(0.0))
     assert queue.refuse(make_request(9, 5), 0.0) is None
 
 
@@ -59,6 +59,7 @@ def test_the_hint_is_the_time_that_half_the_queue_takes() -> None:
 def test_check_finds_damage(damage: str) -> None:
     queue = WaitingQueue(make_config())
     first, second = sequence(0), sequence(1)
+    second.tenant = first.tenant
     queue.add(first)
     queue.add(second)
     if damage == "order":

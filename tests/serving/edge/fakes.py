@@ -15,6 +15,7 @@ from headrace.serving.core.plan import TokenLogprobs
 from headrace.serving.core.request import CancelReason, FinishReason, Rejection, Request, RequestId
 from headrace.serving.edge.app import build_app
 from headrace.serving.edge.engine_client import EngineLost, EngineUnavailable, Sink
+from headrace.serving.edge.preemption_counts import PreemptionCounts
 from headrace.serving.edge.service import Service, ServiceConfig
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Ready, Refused, Stats, Topology
@@ -54,6 +55,7 @@ class LineTemplate:
     """``<bos>role:content\\n`` for each message, then ``assistant:``."""
 
     content_hash = "line-template"
+    shows_date = False
     variables = frozenset({"enable_thinking"})
     unread_fields = ("tool_calls",)
 
@@ -109,12 +111,16 @@ class FakeEngine:
     num_restarts: int = 0
     generated: int = 0
     expert_tokens: ExpertTokens | None = None
+    step_tokens: tuple[int, ...] = ()
+    swap_pages_used: int = 0
+    journal_bytes: int | None = None
     live: dict[RequestId, Live] = field(default_factory=dict)
     submitted: list[Request] = field(default_factory=list)
     cancels: list[tuple[RequestId, CancelReason]] = field(default_factory=list)
     choose: Callable[[Request, int], int] | None = None
     cancel_seen: asyncio.Event = field(default_factory=asyncio.Event)
     submit_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    preemptions: PreemptionCounts = field(default_factory=PreemptionCounts)
     _last_id: int = 0
     _task: asyncio.Task[None] | None = None
 
@@ -129,6 +135,9 @@ class FakeEngine:
             generation_tokens=self.generated,
             preemptions=3,
             expert_tokens=self.expert_tokens,
+            step_tokens=self.step_tokens,
+            swap_pages_used=self.swap_pages_used,
+            journal_bytes=self.journal_bytes,
         )
 
     @property

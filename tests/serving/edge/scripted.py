@@ -16,6 +16,7 @@ from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Done, Failure, Generation
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.pacing import CallLater
+from headrace.serving.edge.terms import Terms
 
 BIG_TOKEN = 256
 TOKEN_BYTES = (*(bytes([i]) for i in range(256)), b"y" * 4096)
@@ -25,6 +26,7 @@ TIMINGS = Timings(queue_ms=1.0, prefill_ms=2.0, decode_ms=3.0, first_token_ms=4.
 class Unwatched:
     def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None: ...
     def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None: ...
+    def on_unread_at_deadline(self, generation: Generation) -> None: ...
 
 
 @dataclass(eq=False)
@@ -143,6 +145,7 @@ class ScriptedService:
     def __init__(self) -> None:
         self.scripts: list[Script] = []
         self.tenants: list[str] = []
+        self.terms: list[Terms | None] = []
         self.given_up = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -150,13 +153,28 @@ class ScriptedService:
     def running(self) -> int:
         return sum(not generation.is_ended for script in self.scripts for generation in script.job.generations)
 
-    async def start(self, endpoint: Endpoint | str, body: Mapping[str, object], *, tenant: str = "") -> Job:
+    contract_hashes = (f"fp_{'1' * 64}", f"nm_{'2' * 64}")
+
+    def check_expected(self, expected: Sequence[str], param: str = "expect_contract") -> None:
+        if any(text not in self.contract_hashes for text in expected):
+            raise ApiError(ErrorCode.CONTRACT_MISMATCH, "scripted", param=param)
+
+    async def start(
+        self,
+        endpoint: Endpoint | str,
+        body: Mapping[str, object],
+        *,
+        tenant: str = "",
+        terms: Terms | None = None,
+        expected: Sequence[str] = (),
+    ) -> Job:
         wants: dict[str, Any] = dict(body)
         try:
             await asyncio.sleep(wants.get("prepare_s", 0))
         except asyncio.CancelledError:
             self.given_up += 1
             raise
+        self.check_expected(expected)
         if "refuse" in wants:
             raise ApiError(ErrorCode(wants["refuse"]), "scripted", retry_after_ms=500)
         presented = {name: wants[name] for name in ("stream_options", "return_token_ids") if name in wants}
@@ -164,6 +182,7 @@ class ScriptedService:
         script = Script(len(self.scripts), endpoint=Endpoint(endpoint), options=options)
         self.scripts.append(script)
         self.tenants.append(tenant)
+        self.terms.append(terms)
         if not wants.get("hold"):
             ids = [BIG_TOKEN] * wants["big"] if "big" in wants else list(str(wants.get("text", "")).encode())
             task = asyncio.create_task(self._say(script, ids, wants.get("every_s", 0)))

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from headrace.serving.core.request import CancelReason
+from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.keys import ANONYMOUS, Identity
 from headrace.serving.edge.session import Session, SessionConfig
 from headrace.serving.edge.stream import ReplayBudget, Stream
@@ -18,12 +19,18 @@ class Host:
 
     model_names = ("scripted",)
     max_context = 4096
+    contract_hashes = (f"fp_{'1' * 64}", f"nm_{'2' * 64}")
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         self.keys = {"key-a": ALICE, "key-b": BOB}
         self.is_full = False
         self.budget = ReplayBudget(1 << 20)
+
+    def contract_fault(self, expected: str) -> ApiError | None:
+        if expected in self.contract_hashes:
+            return None
+        return ApiError(ErrorCode.CONTRACT_MISMATCH, "scripted", param="expect_contract")
 
     def identify(self, key: str) -> Identity | None:
         return self.keys.get(key)

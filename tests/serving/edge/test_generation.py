@@ -31,12 +31,16 @@ class Watcher:
     def __init__(self) -> None:
         self.tokens: list[float | None] = []
         self.ends: list[Done | Failure] = []
+        self.num_unread = 0
 
     def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None:
         self.tokens.append(previous_s)
 
     def on_end(self, generation: Generation, outcome: Done | Failure, now_s: float) -> None:
         self.ends.append(outcome)
+
+    def on_unread_at_deadline(self, generation: Generation) -> None:
+        self.num_unread += 1
 
 
 class Bench:

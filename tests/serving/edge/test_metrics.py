@@ -3,9 +3,11 @@
 import random
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.serving.core.request import CancelReason, FinishReason
+from headrace.serving.core.events import Preempted, PreemptionAction, PreemptionReason
+from headrace.serving.core.request import CancelReason, FinishReason, RequestId
 from headrace.serving.edge.errors import ApiError
 from headrace.serving.edge.expert_metrics import MAX_SERIES
 from headrace.serving.edge.service import Service
@@ -174,3 +176,74 @@ async def test_a_model_of_many_experts_has_the_imbalance_only() -> None:
     assert sum(name.startswith("headrace_expert_tokens") for name in values) == 0
     imbalances = [value for name, value in values.items() if name.startswith("headrace_expert_imbalance")]
     assert imbalances == [66 * 64 / (2 * 63 + 66)] * (MAX_SERIES // 64 + 1)
+
+
+async def test_what_vllm_has_of_a_request_and_of_steps() -> None:
+    engine = FakeEngine()
+    engine.step_tokens = (2, 1, *[0] * 11, 3, 9000)
+    service = make_service(engine)
+    job = await service.start("completion", {"prompt": ["x", "yz"], "max_tokens": 4})
+    for generation in job.generations:
+        await generation.wait_end()
+    values = scrape(service)
+    for prefix in ("headrace_", "vllm:"):
+        assert values[f"{prefix}request_params_n_sum"] == 2
+        assert values[f"{prefix}request_params_max_tokens_sum"] == 8
+        assert values[f"{prefix}request_max_num_generation_tokens_sum"] == 8
+        assert values[f"{prefix}request_prefill_kv_computed_tokens_sum"] == 3
+        assert values[f"{prefix}request_inference_time_seconds_sum"] == 0.01
+        assert values[f"{prefix}request_time_per_output_token_seconds_sum"] == pytest.approx(0.002)
+        assert values[f"{prefix}prompt_tokens_cached_total"] == 0
+        assert values[f"{prefix}iteration_tokens_total_count"] == 6
+        assert values[f"{prefix}iteration_tokens_total_sum"] == 9000
+    assert values["vllm:time_per_output_token_seconds_count"] == values["vllm:inter_token_latency_seconds_count"] == 6
+    buckets = [
+        (sample.labels["le"], sample.value)
+        for family in text_string_to_metric_families(service.metrics.exposition().decode())
+        for sample in family.samples
+        if sample.name == "vllm:iteration_tokens_total_bucket"
+    ]
+    assert buckets[:3] == [("1", 2), ("8", 3), ("16", 3)] and buckets[-2:] == [("16384", 3), ("+Inf", 6)]
+
+
+async def test_preemptions_by_reason_and_action_and_what_swap_holds() -> None:
+    engine = FakeEngine()
+    service = make_service(engine)
+    assert scrape(service)["headrace_preemptions_total|swapped|priority"] == 0
+    swapped = Preempted(
+        request_id=RequestId(1), reason=PreemptionReason.PAGES, action=PreemptionAction.SWAPPED, num_pages=5
+    )
+    engine.preemptions.add((swapped, swapped))
+    values = scrape(service)
+    assert values["headrace_preemptions_total|swapped|pages"] == 2
+    assert values["headrace_preempted_pages_total|swapped"] == 10
+    engine.swap_pages_used = 3
+    assert scrape(service)["headrace_swap_bytes_used"] == 3 * 16 * 1024
+    assert "headrace_journal_up" not in values
+
+
+async def test_cancels_are_counted_by_why_and_the_edges_own_are_none() -> None:
+    service = make_service(FakeEngine(auto=False))
+    job = await service.start("completion", {"prompt": "x"})
+    job.cancel(CancelReason.DISCONNECT)
+    job.cancel(CancelReason.CLIENT)
+    job = await service.start("completion", {"prompt": "x"})
+    job.cancel(CancelReason.STOP_STRING)
+    values = {name: value for name, value in scrape(service).items() if name.startswith("headrace_requests_cancelled")}
+    assert values.pop("headrace_requests_cancelled_total|disconnect") == 1
+    assert set(values.values()) == {0} and len(values) == 4
+
+
+async def test_counters_by_step_and_expert_go_on_over_a_restart() -> None:
+    engine = Restartable(expert_tokens=((1, 3),))
+    service = make_service(engine)
+    engine.step_tokens = (1, *[0] * 13, 1)
+    scrape(service)
+    engine.die()
+    engine.restart()
+    engine.expert_tokens = None
+    assert scrape(service)["headrace_expert_tokens_total|1|0"] == 3
+    engine.expert_tokens = ((10, 20),)
+    values = scrape(service)
+    assert values["headrace_expert_tokens_total|1|0"] == 23
+    assert values["vllm:iteration_tokens_total_count"] == 2

@@ -1,5 +1,7 @@
 """Discovery and operations over HTTP."""
 
+import hashlib
+import json
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 
@@ -127,15 +129,20 @@ async def test_the_contract_says_what_fixes_an_answer_and_what_it_runs_on(
     assert (found["contract"]["model"], found["contract"]["dtype"]) == ("ab" * 32, "float32")
     assert found["versions"]["headrace"] == "0.1.0"
     assert found["versions"]["jax"] == version("jax")
-    assert found["fingerprint"] != answer.json()["system_fingerprint"]  # of the mesh before
-    assert (
-        found["fingerprint"] == (await http.post("/v1/completions", json={"prompt": "hi"})).json()["system_fingerprint"]
-    )
+    assert found["fingerprint"] == answer.json()["system_fingerprint"] == answer.headers["x-headrace-contract"]
+    assert found["probe"] == {"status": "unrecorded"}
+    parts, numerics = found["contract"], found["numerics"]
+    assert (parts["stop_ids"], parts["adapter"], parts["deterministic"]) == ([EOS], None, False)
+    # What the page says: anyone can work the hashes out from the document.
+    for value, hashed in ((parts, found["fingerprint"]), (numerics, found["numerics_hash"])):
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+        assert hashlib.sha256(text.encode()).hexdigest() == hashed[3:]
 
 
 async def test_other_chips_and_links_keep_the_fingerprint(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     first = (await http.get("/v1/contract")).json()
-    engine.ready_info = ready(topology=Topology(platform="gpu", device_kind="H100", link="none"), num_pages=9)
+    topology = Topology(platform="gpu", device_kind="H100", link="none")
+    engine.ready_info = ready(topology=topology, mesh="tensor=4", num_pages=9)
     second = (await http.get("/v1/contract")).json()
     assert second["topology"] != first["topology"]
     assert second["fingerprint"] == first["fingerprint"]

@@ -273,19 +273,27 @@ def test_every_part_of_the_cache_identity_counts() -> None:
 async def test_the_contract_changes_with_weights_types_and_kernels() -> None:
     engine = FakeEngine()
     service = make_service(engine)
-    first = service.contract
-    assert first.startswith("fp_")
-    assert service.contract == first
+    first = service.contract_hashes
+    assert all(hashed is not None and len(hashed) == 67 for hashed in first)
+    assert service.contract_hashes == first
     for other in (
         {"model_hash": "cd" * 32},
         {"dtype": "bfloat16"},
         {"weights": "int8"},
         {"kv_dtype": "int8"},
         {"attention": "tpu"},
-        {"mesh": "tensor=2"},
+        {"stored_types": {"Q4_0": 2}},
+        {"deterministic": True},
+        {"max_context": 64},
     ):
         engine.ready_info = ready(**other)
-        assert make_service(engine).contract != first
+        assert service.contract_hashes[0] != first[0]
+        assert service.contract_hashes[1] == first[1]
+    engine.ready_info = ready(numerics={"jax": "9"})
+    assert service.contract_hashes[0] == first[0]
+    assert service.contract_hashes[1] != first[1]
+    engine.die()
+    assert service.contract_hashes == (None, None)
 
 
 async def test_pages_of_another_type_have_another_cache_namespace() -> None:

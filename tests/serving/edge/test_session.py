@@ -74,7 +74,7 @@ def test_welcome() -> None:
     assert welcome == {
         "type": "welcome", "server": "headrace/test", "models": ["scripted"], "features": ["detach"],
         "limits": {"max_streams": 3, "max_frame_bytes": 4 << 20, "max_context": 4096},
-        "heartbeat_s": 9.0, "resume_s": 7.0,
+        "heartbeat_s": 9.0, "resume_s": 7.0, "contract": f"fp_{'1' * 64}", "numerics": f"nm_{'2' * 64}",
     }  # fmt: skip
 
 

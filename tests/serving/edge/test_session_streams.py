@@ -21,7 +21,7 @@ def test_one_stream() -> None:
     assert peer.read() == [
         {
             "type": "created", "id": "r1", "seq": 0, "request_id": "req_" + "0" * 32, "model": "scripted",
-            "created": 1, "queue_depth": 0, "choices": 1,
+            "created": 1, "queue_depth": 0, "choices": 1, "contract": "fp_test",
         }
     ]  # fmt: skip
     script.tokens(b"He")
@@ -39,7 +39,9 @@ def test_one_stream() -> None:
             },
             "metrics": {
                 "queue_ms": 1.0, "prefill_ms": 2.0, "first_token_ms": 4.0, "decode_ms": 3.0, "preemptions": 0,
+                "preempted_ms": 0.0, "preempted": [], "cached_tokens": 0,
             },
+            "contract": "fp_test",
         },
     ]  # fmt: skip
     assert peer.session.num_streams == 0

@@ -16,8 +16,9 @@ from headrace.serving.core.scheduler import Scheduler
 from headrace.serving.engine.engine import Engine, StepLoop
 from headrace.serving.engine.fake_runner import FakeRunner, expected_tokens
 from headrace.serving.engine.inbox import Inbox
+from headrace.serving.engine.journaled import JournaledRunner, JournaledScheduler, Records, header
 from headrace.serving.engine.messages import Refused, Stats, Step, ToEdge
-from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Ticket
+from headrace.serving.engine.ports import CompiledProgram, ExpertTokens, Progress, Runner, Ticket
 
 VOCAB, NUM_EXPERTS = 64, 8
 HOST_S, DEVICE_S = 0.25, 2.0
@@ -122,14 +123,18 @@ def config_of(**config: int) -> SchedulerConfig:
 class Bench:
     """Everything joined; ``run`` lets the engine run until the edge closes."""
 
-    def __init__(self, **config: int) -> None:
+    def __init__(self, records: Records | None = None, **config: int) -> None:
+        """records: where a journal goes; None = none."""
         self.config = config_of(**config)
         self.clock = StepClock()
         self.runner = TracingRunner(self.config, self.clock)
         self.scheduler = Scheduler(self.config)
-        self.loop = StepLoop(
-            self.scheduler, self.runner, self.clock, max_steps_in_flight=self.config.max_steps_in_flight
-        )
+        runner: Runner = self.runner
+        if records is not None:
+            records.write(header(self.config, now_s=self.clock.now, model_hash="fake"))
+            runner = timed = JournaledRunner(self.runner, self.clock)
+            self.scheduler = JournaledScheduler(self.config, records, timed, self.clock)
+        self.loop = StepLoop(self.scheduler, runner, self.clock, max_steps_in_flight=self.config.max_steps_in_flight)
         self.inbox = Inbox()
 
     def run(self, script: Callable[[FakeEdge], None]) -> FakeEdge:

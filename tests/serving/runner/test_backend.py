@@ -13,6 +13,7 @@ from headrace.serving.app.build import ATTENTIONS, DTYPES, KV_DTYPES
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import ITEM_BYTES, KVFormat
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_device
+from headrace.serving.runner.warmup import Program
 
 
 @dataclass(frozen=True)
@@ -158,3 +159,15 @@ def test_a_device_that_is_not_there_names_what_is() -> None:
     assert find_device("auto") == find_device("cpu") == jax.devices()[0]
     with pytest.raises(ConfigError, match="--device tpu: JAX found only cpu; --device auto takes it"):
         find_device("tpu")
+
+
+def test_what_deterministic_mode_tells_the_compiler() -> None:
+    assert chosen(H100).deterministic_options == {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    assert chosen(CPU).deterministic_options == chosen(V6E).deterministic_options == {}
+
+
+def test_compiler_options_reach_the_compiler() -> None:
+    program = Program(function=lambda x: x + 1, donated=(), arguments=(jax.ShapeDtypeStruct((2,), jnp.float32),))
+    assert program.compile(None, {}).memory_analysis() is not None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_nothing'"):
+        program.compile(None, {"xla_nothing": True})

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.model.decoder import pool_shape
 from headrace.serving.core.errors import InvariantError
-from headrace.serving.core.plan import SlotRef, StepPlan
+from headrace.serving.core.plan import PageCopy, SlotRef, StepPlan
 from headrace.serving.core.request import FinishReason, SamplingParams
 from headrace.serving.engine.ports import CompiledProgram
 from headrace.serving.runner.runner import JaxRunner
@@ -38,7 +38,7 @@ A, B = SlotRef(0, 1), SlotRef(1, 1)
 @pytest.fixture(scope="module")
 def warm() -> Iterator[tuple[JaxRunner, tuple[CompiledProgram, ...], list[tuple[str, int, int]]]]:
     """One warm runner for the file: sequences write what they read, so tests cannot disturb each other."""
-    runner = JaxRunner.of_host(tiny_model(), CONFIG)
+    runner = JaxRunner.of_host(tiny_model(), replace(CONFIG, num_swap_pages=6))
     seen: list[tuple[str, int, int]] = []
     ledger = runner.warm_up(lambda *progress: seen.append(progress))
     yield runner, ledger, seen
@@ -61,10 +61,19 @@ def run(runner: JaxRunner, step: StepPlan) -> list[int | None]:
 class TestWarmUp:
     def test_the_ledger_names_every_program_once(self, warm: tuple) -> None:
         _, ledger, seen = warm
-        names = ["decode-1", "decode-4", "mixed-4+8", "mixed-4+16", "load-slot", "load-slot-rows"]
+        names = [
+            "decode-1",
+            "decode-4",
+            "mixed-4+8",
+            "mixed-4+16",
+            "load-slot",
+            "load-slot-rows",
+            "swap-out",
+            "swap-in",
+        ]
         assert [program.name for program in ledger] == names
         assert all(program.seconds > 0 and program.temp_bytes >= 0 for program in ledger)
-        assert [done for _, done, _ in seen] == list(range(1, 7)) and {total for _, _, total in seen} == {6}
+        assert [done for _, done, _ in seen] == list(range(1, 9)) and {total for _, _, total in seen} == {8}
         assert {what for what, _, _ in seen} == {f"compiling {name}" for name in names}
 
     def test_no_program_copies_the_pool(self, warm: tuple) -> None:
@@ -158,6 +167,124 @@ class TestSteps:
         assert [token.is_finite for token in result.decode] == [False, True]
         assert result.decode[0].logprobs is None
         assert result.decode[1].token_id == greedy_ids(ids, 2)[1]
+
+
+class TestBits:
+    """What deterministic mode stands on: within one program a row's bits are its own."""
+
+    NEIGHBOURS = (
+        SamplingParams(temperature=1.3, top_p=0.6, top_k=5, seed=4, num_logprobs=3),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=0.2),
+        SamplingParams(temperature=0.7, min_p=0.1, logit_bias=((3, 2.0), (7, -1.0)), seed=9),
+    )
+
+    def bits(self, runner: JaxRunner, params: SamplingParams, *, company: int | None) -> np.ndarray:
+        """Of a prompt's sample and two decode steps, all that the device says of them. company: None = alone; else it
+        decides neighbours, slots, pages and places in the step."""
+        rng = np.random.default_rng(company)
+        slots, pages = np.arange(4), np.arange(1, 200)
+        if company is not None:
+            slots, pages = rng.permutation(slots), rng.permutation(pages)
+        ids, me = prompt(31, 5), SlotRef(int(slots[0]), 9)
+        own = tuple(map(int, pages[:2]))
+
+        def others(count: int) -> list[tuple[SlotRef, SamplingParams, tuple[int, ...]]]:
+            if company is None:
+                return []
+            # A sequence of four pages each, whose KV nobody wrote: any finite bits will do.
+            return [
+                (SlotRef(int(slots[1 + i]), 9), self.NEIGHBOURS[i], tuple(map(int, pages[10 + 4 * i : 14 + 4 * i])))
+                for i in range(count)
+            ]
+
+        def step(number: int, neighbours: list, mine: object, **parts: object) -> np.ndarray:
+            kind = "prefill" if number == 1 else "decode"
+            loads = [load(slot, request(2, (1, 2, 3), asks), (5,)) for slot, asks, _ in neighbours]
+            if number == 1:
+                loads.append(load(me, request(1, ids, params)))
+                rows = [
+                    segment(slot, prompt(company, 4 + company % 5), of, start=4, samples=bool(company % 2))
+                    for slot, _, of in neighbours
+                ]
+                rows = [row for row in rows if row.samples or not len(row.token_ids) % 4]
+            else:
+                rows = [row(slot, int(rng.integers(16)), of, input_token=7) for slot, _, of in neighbours]
+            rows.insert(int(rng.integers(len(rows) + 1)), mine)
+            loads = [one for one in loads if one.slot in {of.slot for of in rows}]
+            ticket = runner.dispatch(
+                plan(number, MIXED if number == 1 else DECODE, loads=tuple(loads), **{kind: tuple(rows)})
+            )
+            runner.collect(ticket)
+            return np.asarray(ticket.packed)[ticket.rows[rows.index(mine)]]
+
+        found = [step(1, others(1), segment(me, ids, own))]
+        for i in range(2):
+            mine = row(me, 5 + i, own, output_index=i + 1)
+            found.append(step(2 + i, others(0 if company is None else int(rng.integers(1, 4))), mine))
+        return np.stack(found)
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            SamplingParams(temperature=0.0, num_logprobs=20),
+            SamplingParams(temperature=1.0, seed=3, num_logprobs=20),
+            SamplingParams(temperature=0.8, top_p=0.8, frequency_penalty=0.4, seed=3, num_logprobs=20),
+        ],
+        ids=("greedy", "drawn", "cut and penalized"),
+    )
+    def test_neighbours_slots_pages_and_places_change_no_bit(self, runner: JaxRunner, params: SamplingParams) -> None:
+        alone = self.bits(runner, params, company=None)
+        assert alone[:, 2].any()
+        for company in range(1, 9):
+            np.testing.assert_array_equal(self.bits(runner, params, company=company), alone)
+
+
+class TestSwap:
+    def test_a_sequence_leaves_for_another_and_comes_back_elsewhere(self, runner: JaxRunner) -> None:
+        """Its pages are written again in the very step that they leave in, and spoiled afterwards."""
+        ids, other = prompt(21, 9), prompt(22, 11)
+        params = replace(GREEDY, num_logprobs=3)
+        loads = (load(A, request(1, ids, params)),)
+        tokens = run(runner, plan(1, MIXED, loads=loads, prefill=(segment(A, ids, (1, 2, 3)),)))
+        out = (PageCopy(1, 4), PageCopy(2, 0), PageCopy(3, 5))
+        taken = segment(B, other, (3, 2, 1))
+        leaving = plan(2, MIXED, loads=(load(B, request(2, other)),), prefill=(taken,), swap_out=out)
+        assert run(runner, leaving) == greedy_ids(other, 1)
+        runner.poison_pages([1, 2, 3])
+        back = (PageCopy(8, 4), PageCopy(1, 0), PageCopy(9, 5))
+        loads = (load(A, request(1, ids, params), tuple(tokens)),)
+        tokens += run(runner, plan(3, DECODE, loads=loads, decode=(row(A, 9, (8, 1, 9)),), swap_in=back))
+        tokens += run(runner, plan(4, DECODE, decode=(row(A, 10, (8, 1, 9), output_index=2),)))
+        assert tokens == greedy_ids(ids, 3)
+
+    def test_out_and_in_while_two_steps_are_in_flight(self, runner: JaxRunner) -> None:
+        ids, other = prompt(23, 8), prompt(24, 7)
+        loads = (load(A, request(1, ids)), load(B, request(2, other)))
+        tickets = [
+            runner.dispatch(plan(1, MIXED, loads=loads, prefill=(segment(A, ids, (1, 2)), segment(B, other, (3, 4))))),
+            # A leaves as step 1 makes it, which nobody has waited for.
+            runner.dispatch(plan(2, DECODE, decode=(row(B, 7, (3, 4)),), swap_out=(PageCopy(1, 1), PageCopy(2, 2)))),
+        ]
+        first, second = runner.collect(tickets[0]), None
+        out, back = (PageCopy(3, 3), PageCopy(4, 4)), (PageCopy(4, 1), PageCopy(3, 2))
+        again = (load(A, request(1, ids), (first.prefill[0].token_id,)),)
+        third = runner.dispatch(
+            plan(3, DECODE, loads=again, decode=(row(A, 8, (4, 3, 5)),), swap_out=out, swap_in=back)
+        )
+        second, third = runner.collect(tickets[1]), runner.collect(third)
+        found = [result.decode[0].token_id for result in (second, third)]
+        assert found == [greedy_ids(other, 2)[1], greedy_ids(ids, 2)[1]]
+
+    def test_a_page_takes_measured_time(self, runner: JaxRunner) -> None:
+        assert 0 < runner.swap_page_seconds < 1
+
+    def test_a_copy_that_does_not_fit_is_refused_before_anything_runs(self, runner: JaxRunner) -> None:
+        ids = prompt(25, 6)
+        run(runner, plan(1, MIXED, loads=(load(A, request(1, ids)),), prefill=(segment(A, ids, (1, 2)),)))
+        for parts in ({"swap_out": (PageCopy(1, 6),)}, {"swap_in": (PageCopy(0, 1),)}):
+            with pytest.raises(InvariantError, match="out of range"):
+                runner.dispatch(plan(2, DECODE, decode=(row(A, 6, (1, 2)),), **parts))
+        assert run(runner, plan(3, DECODE, decode=(row(A, 6, (1, 2)),))) == [greedy_ids(ids, 2)[1]]
 
 
 class TestRefusals:

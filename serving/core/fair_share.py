@@ -1,0 +1,78 @@
+"""Who has had how much: virtual time of tenants by token work and weight, as in VTC (arXiv:2401.00588)."""
+
+from dataclasses import dataclass
+
+PROMPT_TOKEN_PRICE = 1.0
+"""Of a prompt token that is computed; cached ones and those computed again after a preemption cost nothing."""
+OUTPUT_TOKEN_PRICE = 2.0
+"""Of a generated token: it takes a row of a step of its own, where prompt tokens share one. The prices of VTC."""
+FIRST_STREAM_TOKENS = 512.0
+"""So much work less counts for a tenant without a running sequence: a short request need not wait until the others have
+caught up with the one before it. A constant, so it changes no share in the long run."""
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """served: token work at its price, divided by weight. num_live: accepted requests without an end; num_running: of
+    them with a slot."""
+
+    name: str = ""
+    weight: float = 1.0
+    served: float = 0.0
+    num_live: int = 0
+    num_running: int = 0
+
+    def charge(self, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        self.served += (prompt_tokens * PROMPT_TOKEN_PRICE + output_tokens * OUTPUT_TOKEN_PRICE) / self.weight
+
+    @property
+    def turn(self) -> float:
+        """The lowest goes first."""
+        return self.served if self.num_running else self.served - FIRST_STREAM_TOKENS / self.weight
+
+
+class FairShare:
+    """All tenants that are active (have a live request) or whose virtual time is ahead of the active ones."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._last_idle_s: float | None = None
+
+    def join(self, name: str, weight: float) -> Tenant:
+        """One more live request. A tenant that was idle starts at the least served of the active: time in which it
+        wanted nothing earns nothing."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name)
+        tenant.weight = weight
+        if tenant.num_live == 0:
+            tenant.served = max(tenant.served, self._floor())
+        tenant.num_live += 1
+        return tenant
+
+    def leave(self, tenant: Tenant, now_s: float) -> None:
+        """One live request less. With the last of all a busy period ends, and its accounts are closed."""
+        tenant.num_live -= 1
+        if tenant.num_live:
+            return
+        self._last_idle_s = now_s
+        floor = self._floor()
+        is_busy = any(t.num_live for t in self._tenants.values())
+        self._tenants = {n: t for n, t in self._tenants.items() if t.num_live or (is_busy and t.served > floor)}
+        if not is_busy:
+            self._last_idle_s = None
+
+    def slots_of(self, tenant: Tenant, num_slots: int) -> float:
+        """The tenant's share of the slots, by weight among the active."""
+        return num_slots * tenant.weight / sum(t.weight for t in self._tenants.values() if t.num_live)
+
+    def awaits_another(self, now_s: float, window_s: float) -> bool:
+        """A tenant has become idle within the window, and may come back."""
+        return self._last_idle_s is not None and now_s - self._last_idle_s < window_s
+
+    @property
+    def active(self) -> tuple[Tenant, ...]:
+        return tuple(t for t in self._tenants.values() if t.num_live)
+
+    def _floor(self) -> float:
+        return min((t.served for t in self._tenants.values() if t.num_live), default=0.0)

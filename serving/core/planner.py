@@ -1,0 +1,250 @@
+"""Which rows the next step has: a slot that is yielded, decode rows, then chunks of prompts, old and new.
+
+Deterministic mode: XLA gives rows of one program the same bits whatever their neighbours are, but not rows of two
+programs. So a step has either decode rows or chunks, each in the one program there is for them; chunks are whole cells
+of a grid that belongs to the prompt; and steps of the two kinds take turns while both are wanted, so a stream waits for
+one prefill step at most between two of its tokens.
+"""
+
+from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.draft import Draft
+from headrace.serving.core.events import PreemptionReason
+from headrace.serving.core.lane import Lane
+from headrace.serving.core.policy import (
+    MAX_YIELDS,
+    YIELDS,
+    guard_fits,
+    keeps_a_slot,
+    level_of,
+    must_guard,
+    page_turn,
+    pages_to_keep_free,
+    pick_class_victim,
+    pick_fairness_victim,
+    pick_page_victim,
+    placement_cost,
+    running_turn,
+    share_cells,
+    share_chunks,
+)
+from headrace.serving.core.sequence import Sequence
+from headrace.serving.core.tenancy import Tenancies
+
+ChunkTurn = tuple[int, float, int, int]
+
+
+class Planner:
+    """Fills the draft of a step. first_admission: told of each request that starts for the first time."""
+
+    def __init__(self, tenancies: Tenancies) -> None:
+        self._config: SchedulerConfig = tenancies.config
+        self._tenancies = tenancies
+        self._share = share_cells if tenancies.config.deterministic else share_chunks
+        self._last_was_prefill = False
+        self.prefix_queries_tokens = 0
+        self.prefix_hits_tokens = 0
+
+    def fill(self, draft: Draft, now_s: float) -> None:
+        """Rows, loads and copies of the step; an empty draft if nothing can run."""
+        tenancies = self._tenancies
+        if tenancies.waiting:
+            self._yield_a_slot(now_s)
+        num_preemptions = tenancies.num_preemptions
+        for decodes, prefills in self._kinds():
+            if decodes:
+                self._plan_decode(draft, now_s)
+            if draft.decoding:
+                starts = (s.num_computed for s in tenancies.running if s.is_prefilling)
+                draft.budget_tokens = self._budget(max(starts, default=0))
+            if tenancies.num_preemptions == num_preemptions:
+                self._admit(draft, now_s, decodes=decodes, prefills=prefills)
+            if prefills:
+                self._plan_prefill(draft)
+            if not draft.is_empty:
+                break
+        self._last_was_prefill = bool(draft.prefilling)
+
+    def _kinds(self) -> tuple[tuple[bool, bool], ...]:
+        """(has decode rows, has chunks) of steps to try, one after the other until one has rows."""
+        if not self._config.deterministic:
+            return ((True, True),)
+        return ((True, False), (False, True)) if self._last_was_prefill else ((False, True), (True, False))
+
+    def _budget(self, start: int) -> int:
+        return self._config.chunk_tokens if self._config.deterministic else self._tenancies.cost.budget_tokens(start)
+
+    # Decode
+
+    def _plan_decode(self, draft: Draft, now_s: float) -> None:
+        """One token for every decoding sequence that has, or gets, a page for it; in turn."""
+        for sequence in sorted(self._tenancies.running, key=page_turn):
+            if sequence.wants_decode and self._make_room(sequence, draft, now_s) and sequence.slot is not None:
+                draft.add_decode(sequence, sequence.slot)
+
+    def _make_room(self, sequence: Sequence, draft: Draft, now_s: float) -> bool:
+        """A page for the next position, by preemption of one later in turn if need be; False if it must wait."""
+        tenancies = self._tenancies
+        lane = tenancies.lane_of(sequence)
+        while not lane.memory.grow(sequence):
+            if lane.memory.is_draining:
+                return False
+            may_go = [
+                s
+                for s in tenancies.running_in(lane)
+                if not s.is_guarded and s.last_step != draft.step_id and tenancies.can_preempt(s)
+            ]
+            victim = pick_page_victim(sequence, may_go)
+            if victim is None:
+                return False
+            tenancies.preempt(victim, PreemptionReason.PAGES, now_s)
+        return True
+
+    # A slot that is yielded
+
+    def _yield_a_slot(self, now_s: float) -> None:
+        """At most one sequence a step yields to the first that waits, if that lacks a slot or pages."""
+        tenancies = self._tenancies
+        candidate = tenancies.waiting.first(now_s)
+        candidate.level = level_of(candidate, now_s, self._config.aging_s)
+        if not tenancies.is_ready(candidate):
+            return
+        lanes = [lane for lane in tenancies.lanes if self._suits(candidate, lane)]
+        if not all(self._is_full(candidate, lane) for lane in lanes):
+            return
+        may_yield = [
+            s
+            for lane in lanes
+            for s in tenancies.running_in(lane)
+            if s.num_preempted_for(*YIELDS) < MAX_YIELDS and tenancies.can_preempt(s)
+        ]
+        levels = [s.level for s in tenancies.running]
+        victim = pick_class_victim(candidate.level, may_yield, levels, tenancies.num_slots)
+        if victim is not None:
+            tenancies.preempt(victim, PreemptionReason.PRIORITY, now_s)
+        elif candidate.tenant.num_running == 0:
+            shares = {t.name: tenancies.shares.slots_of(t, tenancies.num_slots) for t in tenancies.shares.active}
+            victim = pick_fairness_victim(candidate, may_yield, shares)
+            if victim is not None:
+                tenancies.preempt(victim, PreemptionReason.FAIRNESS, now_s)
+
+    def _is_full(self, candidate: Sequence, lane: Lane) -> bool:
+        """Without a slot, or without pages though none is about to come back."""
+        if not lane.slots.num_free:
+            return True
+        is_guarded = self._must_guard(candidate, lane)
+        num_spare = pages_to_keep_free(is_guarded, len(self._tenancies.running_in(lane)))
+        return self._guard_lacks(candidate, lane, is_guarded) or lane.memory.lacks_pages(candidate, num_spare)
+
+    # Admission
+
+    def _admit(self, draft: Draft, now_s: float, *, decodes: bool, prefills: bool) -> None:
+        """Start waiting sequences in turn while slots, pages and the step's prefill budget last."""
+        tenancies = self._tenancies
+        while tenancies.waiting:
+            sequence = tenancies.waiting.first(now_s)
+            sequence.level = level_of(sequence, now_s, self._config.aging_s)
+            goes_on = _goes_on_decoding(sequence)
+            if not (decodes if goes_on else prefills) or not tenancies.is_ready(sequence):
+                return
+            lane = self._place(sequence, draft, now_s, goes_on)
+            if lane is None:
+                return
+            slot, copies = tenancies.start(sequence, lane, now_s)
+            if sequence.admitted_s is None:
+                sequence.admitted_s = now_s
+                sequence.cached_tokens = sequence.num_computed
+                if self._config.prefix_cache:
+                    self.prefix_queries_tokens += sequence.num_tokens
+                    self.prefix_hits_tokens += sequence.num_computed
+            draft.add_swap_in(copies)
+            draft.add_load(sequence, slot)
+            if goes_on:
+                draft.add_decode(sequence, slot)
+
+    def _place(self, sequence: Sequence, draft: Draft, now_s: float, goes_on: bool) -> Lane | None:
+        """Give a sequence pages in the best lane that has a slot, pages and budget for it; None if none has."""
+        tenancies = self._tenancies
+        num_free = sum(lane.slots.num_free for lane in tenancies.lanes)
+        awaits_another = tenancies.shares.awaits_another(now_s, self._config.aging_s)
+        if keeps_a_slot(sequence, num_free, tenancies.num_slots, awaits_another):
+            return None
+        lanes = [
+            lane
+            for lane in tenancies.lanes
+            if lane.slots.num_free
+            and self._suits(sequence, lane)
+            and (goes_on or self._has_chunk(sequence, lane, draft.budget_tokens))
+        ]
+        if len(lanes) > 1:
+            costs = {lane.index: self._placement_cost(sequence, lane) for lane in lanes}
+            lanes.sort(key=lambda lane: costs[lane.index])
+        for lane in lanes:
+            is_guarded = self._must_guard(sequence, lane)
+            num_spare = pages_to_keep_free(is_guarded, len(tenancies.running_in(lane)))
+            if not self._guard_lacks(sequence, lane, is_guarded) and tenancies.admit(sequence, lane, num_spare):
+                sequence.is_guarded = is_guarded
+                return lane
+        return None
+
+    def _suits(self, sequence: Sequence, lane: Lane) -> bool:
+        """What was swapped out can only come back to its own lane."""
+        return sequence.swapped is None or sequence.swapped.lane == lane.index
+
+    def _must_guard(self, sequence: Sequence, lane: Lane) -> bool:
+        num_host_free = lane.host.num_free if self._config.deterministic else None
+        running = self._tenancies.running_in(lane)
+        return must_guard(sequence, running, page_size=self._config.page_size, num_host_free=num_host_free)
+
+    def _guard_lacks(self, sequence: Sequence, lane: Lane, is_guarded: bool) -> bool:
+        running, num_usable = self._tenancies.running_in(lane), lane.memory.pool.num_usable
+        return is_guarded and not guard_fits(sequence, running, page_size=self._config.page_size, num_usable=num_usable)
+
+    def _placement_cost(self, sequence: Sequence, lane: Lane) -> int:
+        num_uncached = sequence.num_tokens - lane.memory.num_cached_tokens(sequence)
+        return placement_cost(num_uncached, self._tenancies.running_in(lane))
+
+    # Prefill
+
+    def _plan_prefill(self, draft: Draft) -> None:
+        for lane in self._tenancies.lanes:
+            claims = self._claims(lane, draft.budget_tokens)
+            chunks = self._chunks([s.num_to_prefill - s.num_computed for s in claims], draft.budget_tokens)
+            for sequence, length in zip(claims, chunks, strict=True):
+                if length and sequence.slot is not None:
+                    draft.add_prefill(sequence, sequence.slot, length)
+
+    def _has_chunk(self, sequence: Sequence, lane: Lane, budget_tokens: int) -> bool:
+        """Whether a waiting sequence would get a chunk in this step."""
+        claims = self._claims(lane, budget_tokens)
+        if budget_tokens < 2 * self._config.block_tokens and sum(s.tenant is sequence.tenant for s in claims) >= 2:
+            return False
+        turn = self._chunk_turn(sequence, budget_tokens)
+        ahead = [s for s in claims if self._chunk_turn(s, budget_tokens) < turn]
+        if len(ahead) >= self._config.max_segments:
+            return False
+        num_uncached = max(1, sequence.num_tokens - lane.memory.num_cached_tokens(sequence))
+        needs = [s.num_to_prefill - s.num_computed for s in ahead] + [num_uncached]
+        return self._chunks(needs, budget_tokens)[-1] > 0
+
+    def _claims(self, lane: Lane, budget_tokens: int) -> list[Sequence]:
+        """Prefilling sequences of a lane, in turn."""
+        prefilling = [s for s in self._tenancies.running_in(lane) if s.is_prefilling]
+        return sorted(prefilling, key=lambda s: self._chunk_turn(s, budget_tokens))
+
+    def _chunks(self, needs: list[int], budget_tokens: int) -> list[int]:
+        config = self._config
+        return self._share(needs, budget_tokens, config.block_tokens, config.max_segments)
+
+    def _chunk_turn(self, sequence: Sequence, budget_tokens: int) -> ChunkTurn:
+        """As ``running_turn``; where a step has one block only, prompts of a tenant take turns."""
+        level, turn, arrival = running_turn(sequence)
+        waits_for = 0
+        if budget_tokens < 2 * self._config.block_tokens and sequence.prefill_step is not None:
+            waits_for = 1 + sequence.prefill_step
+        return level, turn, waits_for, arrival
+
+
+def _goes_on_decoding(sequence: Sequence) -> bool:
+    """Whether a waiting sequence needs no prefill: all but its last known token was swapped out."""
+    swapped = sequence.swapped
+    return swapped is not None and bool(sequence.outputs) and swapped.num_tokens == sequence.num_tokens - 1
