@@ -21,6 +21,7 @@ from headrace.serving.app.options import ServeOptions, host_place
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
 from headrace.serving.app.replay_command import replay
+from headrace.serving.app.simulate_command import cost_model, simulate
 from headrace.serving.app.tenant_flags import LimitOptions, limit_options
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
@@ -258,6 +259,8 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(simulate)
+commands.add_command(cost_model)
 commands.add_command(contract)
 commands.add_command(probe)
 commands.add_command(replay)
