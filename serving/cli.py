@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,22 @@ from rich.console import Console
 from headrace.model.errors import ModelFileError
 from headrace.model.pull import CATALOG, DEFAULT_MODEL, PullError, ResolvedModel, default_cache_dir, resolve_model
 from headrace.serving.app.bench_command import bench
-from headrace.serving.app.build import (
-    ATTENTIONS,
-    DEFAULT_MEMORY_FRACTION,
-    DEVICES,
-    DTYPES,
-    KV_DTYPES,
-    WEIGHTS,
-    EngineOptions,
-)
+from headrace.serving.app.build import DEVICES, DTYPES, EngineOptions
 from headrace.serving.app.console import ProgressDisplay
-from headrace.serving.app.help_sections import ByteSize, SectionCommand, section
-from headrace.serving.app.logs import LogFormat
-from headrace.serving.app.observe_flags import journal_options, observe_options
-from headrace.serving.app.options import ServeOptions, default_compile_cache, host_place
+from headrace.serving.app.engine_flags import compute, engine_options, memory, resolved_options, running
+from headrace.serving.app.help_sections import A_FOLDER, SectionCommand, section
+from headrace.serving.app.observe_flags import observe_options
+from headrace.serving.app.options import ServeOptions, host_place
 from headrace.serving.app.plan_flags import plan
 from headrace.serving.app.probe_command import contract, probe, readiness_fields, readiness_options
 from headrace.serving.app.replay_command import replay
+from headrace.serving.app.simulate_command import cost_model, simulate
 from headrace.serving.app.tenant_flags import LimitOptions, limit_options
 from headrace.serving.app.workload_command import make_workload
 from headrace.serving.core.errors import ConfigError
-from headrace.serving.engine.host_messages import MAX_HOSTS, HostPlace
+from headrace.serving.engine.host_messages import MAX_HOSTS
 
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-A_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 SAMPLING_FLAGS = (
     "min_tokens",
@@ -55,12 +46,9 @@ SAMPLING_FLAGS = (
 network = section("Network")
 access = section("Access")
 model = section("Model")
-compute = section("Compute")
 several = section("Hosts")
-memory = section("Memory and steps")
 sampling = section("Generation")
 output = section("Output")
-running = section("Running")
 
 
 def main() -> int:
@@ -105,122 +93,6 @@ def pull(name: str, cache_dir: Path | None) -> None:
 def _find_model(name: str, cache_dir: Path | None) -> ResolvedModel:
     with ProgressDisplay(Console(stderr=True)) as display:
         return resolve_model(name, cache_dir=cache_dir, progress=display.update)
-
-
-def _compute_options() -> tuple[Callable[..., Any], ...]:
-    return (
-        compute(
-            "--device", type=click.Choice(DEVICES), default="auto", help="Where the model runs; auto: as JAX has it."
-        ),
-        compute(
-            "--mesh",
-            help="Devices along each axis, such as data=2,tensor=4, or a .toml file with a table [mesh]: tensor cuts "
-            "heads, widths and vocabulary, expert experts, stage layers; data copies the model.  [default: one device]",
-        ),
-        compute(
-            "--attention",
-            type=click.Choice(ATTENTIONS),
-            default="auto",
-            help="Whose attention kernels run; auto: the device's, reference (plain XLA) on CPU. Nothing falls back.",
-        ),
-        compute(
-            "--dtype",
-            type=click.Choice(DTYPES),
-            default="auto",
-            help="Type of weights and products; auto: bfloat16 on GPU and TPU, float32 on CPU.",
-        ),
-        compute(
-            "--weights",
-            type=click.Choice(WEIGHTS),
-            default="native",
-            help="int8: matrices of products as 8-bit integers with a factor for each output channel; native: in the "
-            "type of --dtype.",
-        ),
-        compute(
-            "--kv-dtype",
-            type=click.Choice(KV_DTYPES),
-            default="auto",
-            help="Type of stored keys and values; auto: that of --dtype, fp8: the chip's own 8-bit float.",
-        ),
-    )
-
-
-def engine_options(max_streams: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options that ``serve`` and ``generate`` share, listed in this order. max_streams: its default."""
-    options = (
-        *_compute_options(),
-        memory("--context", type=int, help="Most tokens of a request, prompt and reply.  [default: the model's]"),
-        memory(
-            "--max-streams",
-            type=int,
-            default=max_streams,
-            help="Requests that generate at the same time, shared out among copies of the model.",
-        ),
-        memory(
-            "--page-size",
-            type=int,
-            help="Tokens in a page of KV memory.  [default: 16 on CPU; 64 on GPU; 64 on TPU, 128 with 8-bit KV]",
-        ),
-        memory(
-            "--pages",
-            type=int,
-            help="Pages of KV memory, of each copy of the model.  [default: what --kv-memory or the device holds]",
-        ),
-        memory(
-            "--kv-memory",
-            type=ByteSize(),
-            help="Bytes of KV memory of each copy, such as 2GiB.  [default on CPU: its streams' contexts, up to 1GiB]",
-        ),
-        memory(
-            "--memory-fraction",
-            type=click.FloatRange(0, 1, min_open=True),
-            help="Share of the device's memory to use: what weights and programs leave of it becomes KV pages; on CPU, "
-            f"of what is free at the start.  [default: {DEFAULT_MEMORY_FRACTION} on GPU and TPU]",
-        ),
-        memory("--chunk-tokens", type=int, default=256, help="Most prompt tokens of one step."),
-        memory("--prefix-cache/--no-prefix-cache", default=True, help="Reuse the KV of prompts seen before."),
-        running(
-            "--compile-cache",
-            type=A_FOLDER,
-            default=default_compile_cache(),
-            help="Where compiled programs are kept.",
-        ),
-        running("--no-compile-cache", is_flag=True, help="Compile anew at each start."),
-        running("--cache-dir", type=A_FOLDER, help=f"Where models are kept.  [default: {default_cache_dir()}]"),
-    )
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-def _resolved(found: ResolvedModel, flags: dict[str, Any], place: HostPlace | None = None) -> EngineOptions:
-    return EngineOptions(
-        model=str(found.path),
-        device=flags["device"],
-        mesh=flags["mesh"],
-        attention=flags["attention"],
-        dtype=flags["dtype"],
-        weights=flags["weights"],
-        kv_dtype=flags["kv_dtype"],
-        page_size=flags["page_size"],
-        pages=flags["pages"],
-        kv_bytes=flags["kv_memory"],
-        memory_fraction=flags["memory_fraction"],
-        num_slots=flags["max_streams"],
-        context=flags["context"],
-        chunk_tokens=flags["chunk_tokens"],
-        prefix_cache=flags["prefix_cache"],
-        max_queued_requests=flags.get("max_queued", 512),
-        max_queued_prompt_tokens=flags.get("max_queued_tokens", 524_288),
-        compile_cache=None if flags["no_compile_cache"] else str(flags["compile_cache"]),
-        hosts=place,
-        journal=journal_options(flags, place),
-        log_format=LogFormat(flags.get("log_format", LogFormat.TEXT)),
-    )
 
 
 @commands.command(cls=SectionCommand)
@@ -279,13 +151,13 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
         from headrace.serving.app.follow import run_follower
 
         name = flags["served_model_name"] or found.name
-        return run_follower(_resolved(found, flags, place), name, Console(stderr=True))
+        return run_follower(resolved_options(found, flags, place), name, Console(stderr=True))
     from headrace.serving.app.serve import run_server
 
     options = ServeOptions(
         model_name=flags["served_model_name"] or found.name,
         model_path=found.path,
-        engine=_resolved(found, flags, place),
+        engine=resolved_options(found, flags, place),
         host=flags["host"],
         port=flags["port"],
         api_keys=flags["api_keys"],
@@ -361,7 +233,7 @@ def generate(prompt: str, model_source: str, cache_dir: Path | None, as_json: bo
     parameters = {name: flags[name] for name in SAMPLING_FLAGS}
     if flags["max_tokens"] is not None:
         parameters["max_tokens"] = flags["max_tokens"]
-    options = _resolved(_find_model(model_source, cache_dir), flags)
+    options = resolved_options(_find_model(model_source, cache_dir), flags)
     return run_generate(wanted, options, parameters, as_json=as_json, console=Console(stderr=True))
 
 
@@ -387,6 +259,8 @@ def checkpoint(model_source: str, target: Path, cache_dir: Path | None, **flags:
 
 commands.add_command(plan)
 commands.add_command(bench)
+commands.add_command(simulate)
+commands.add_command(cost_model)
 commands.add_command(contract)
 commands.add_command(probe)
 commands.add_command(replay)

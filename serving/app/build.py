@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.model.config import ModelConfig
 from headrace.serving.app.logs import LogFormat
-from headrace.serving.core.config import SchedulerConfig
+from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory, KVFormat
 from headrace.serving.edge.engine_connection import EngineLaunch
@@ -28,6 +28,11 @@ QUERY_BLOCK_TOKENS = 64
 """A prefill segment is padded to this many tokens where the chunk allows: a block of queries reads the KV once."""
 DEFAULT_KV_BYTES = 1 << 30
 """On CPU, where memory is shared with everything else."""
+DEFAULT_SWAP_BYTES = 256 << 20
+"""Of host memory, of each lane, for preempted requests; the system gives it as it is used. 5,800 tokens of
+SmolLM2-135M."""
+SWAP_POOLS = 4
+"""No more host pages than so many times what all streams of a lane take at full length."""
 DEFAULT_MEMORY_FRACTION = 0.9
 """On accelerators. The rest is for code, fragments and what the compiler does not report."""
 DEVICES = ("auto", "cpu", "gpu", "tpu")
@@ -37,6 +42,8 @@ WEIGHTS = ("native", "int8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 LADDER_STEP = 4
 """Between programs of a ladder; a row or token of padding costs less than one more program to compile."""
+FINE_LADDER_STEP = 2
+"""Between prefill programs where steps have to keep to an objective: there a program that is too dear is not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,9 @@ class EngineOptions:
     of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. hosts: this host's
     place among several that serve one model together; None = it is alone. journal: None = none. interpret: tests only,
     no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
+
+    swap_bytes: host memory of each lane for preempted requests; None = DEFAULT_SWAP_BYTES, or none with hosts.
+    preemption: a PreemptionPolicy. inter_token_ms, aging_s, deterministic: see SchedulerConfig.
     """
 
     model: str
@@ -86,6 +96,11 @@ class EngineOptions:
     max_queued_prompt_tokens: int = 524_288
     compile_cache: str | None = None
     hosts: HostPlace | None = None
+    swap_bytes: int | None = None
+    preemption: str = PreemptionPolicy.AUTO.value
+    inter_token_ms: float | None = None
+    aging_s: float = 10.0
+    deterministic: bool = False
     journal: JournalOptions | None = None
     log_format: LogFormat = LogFormat.TEXT
     interpret: bool = False
@@ -136,6 +151,11 @@ class BuiltEngine:
     stored_types: Mapping[str, int] = field(default_factory=dict)
     numerics: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def measured(self) -> SchedulerConfig:
+        """The scheduler's configuration with what warm-up measured."""
+        return replace(self.resolved.scheduler, swap_page_s=self.runner.swap_page_seconds or 0.0)
+
 
 def mesh_shape(options: EngineOptions) -> MeshShape:
     """Raises: ConfigError naming --mesh."""
@@ -185,11 +205,16 @@ def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat(
         max_context=context,
         chunk_tokens=options.chunk_tokens,
         block_tokens=block,
-        decode_rows=ladder(1, slots),
-        prefill_tokens=ladder(block, options.chunk_tokens),
+        decode_rows=(slots,) if options.deterministic else ladder(1, slots),
+        prefill_tokens=_prefill_ladder(options, block),
         max_queued_requests=options.max_queued_requests,
         max_queued_prompt_tokens=options.max_queued_prompt_tokens,
         prefix_cache=options.prefix_cache,
+        inter_token_s=None if options.inter_token_ms is None else options.inter_token_ms / 1e3,
+        num_swap_pages=_num_swap_pages(options, SWAP_POOLS * (wanted - 1), per_token * page_size),
+        preemption=PreemptionPolicy(options.preemption),
+        aging_s=options.aging_s,
+        deterministic=options.deterministic,
     )
     return ResolvedEngine(scheduler=scheduler, kv=kv, kv_bytes_per_token=per_token)
 
@@ -201,6 +226,7 @@ def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
         ("--dtype", options.dtype, DTYPES),
         ("--weights", options.weights, WEIGHTS),
         ("--kv-dtype", options.kv_dtype, KV_DTYPES),
+        ("--preemption", options.preemption, tuple(policy.value for policy in PreemptionPolicy)),
     ):
         if value not in known:
             raise ConfigError(f"{flag} {value!r} is not known; it can be {', '.join(known)}")
@@ -233,14 +259,36 @@ def query_block(page_size: int, chunk_tokens: int) -> int:
     return page_size * max(fitting, default=1)
 
 
-def ladder(first: int, last: int) -> tuple[int, ...]:
-    """first, then steps of LADDER_STEP, ending with last; a step that is not below last falls away."""
+def ladder(first: int, last: int, step: int = LADDER_STEP) -> tuple[int, ...]:
+    """first, then steps of a factor, ending with last; a step that is not below last falls away."""
     rungs = []
     rung = first
     while rung < last:
         rungs.append(rung)
-        rung *= LADDER_STEP
+        rung *= step
     return (*rungs, last)
+
+
+def _prefill_ladder(options: EngineOptions, block: int) -> tuple[int, ...]:
+    if options.deterministic:
+        return (options.chunk_tokens,)
+    step = LADDER_STEP if options.inter_token_ms is None else FINE_LADDER_STEP
+    return ladder(block, options.chunk_tokens, step)
+
+
+def _num_swap_pages(options: EngineOptions, most: int, page_bytes: int) -> int:
+    """Raises: ConfigError naming option and remedy."""
+    given = options.swap_bytes
+    if given is None:
+        has_none = options.hosts is not None or options.preemption == PreemptionPolicy.RECOMPUTE
+        given = 0 if has_none else DEFAULT_SWAP_BYTES
+    elif given and options.hosts is not None:
+        raise ConfigError("--swap-memory keeps KV in the memory of one host, and --hosts has several; leave it out")
+    pages = min(given // page_bytes, most)
+    if options.preemption == PreemptionPolicy.SWAP and not pages:
+        why = "with --hosts there is none" if options.hosts is not None else f"a page takes {page_bytes} bytes"
+        raise ConfigError(f"--preemption swap needs --swap-memory for at least a page; {why}")
+    return pages
 
 
 def _num_pages(options: EngineOptions, wanted: int, page_bytes: int) -> int:

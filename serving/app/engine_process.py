@@ -133,7 +133,7 @@ def _serve(
     link: EngineLink,
 ) -> None:
     """Until the edge, or the command of a rank above 0, closes the link. Raises: EngineFailure, InvariantError."""
-    config, clock = built.resolved.scheduler, SystemClock()
+    config, clock = built.measured, SystemClock()
     if isinstance(hosts, Follower):
         run_follower(hosts, built.runner, config.max_steps_in_flight, inbox, link)
         return

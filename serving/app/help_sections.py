@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
+
+A_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 class SectionOption(click.Option):

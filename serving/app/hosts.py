@@ -23,7 +23,14 @@ from headrace.serving.engine.ports import Clock, Progress, Runner
 EXIT_LOST = 1
 _OWN = ("model", "compile_cache", "hosts", "fake", "max_queued_requests", "max_queued_prompt_tokens")
 """Options that may differ: paths of a host, and what rank 0 alone looks at."""
-_FLAGS: Mapping[str, str] = MappingProxyType({"num_slots": "--max-streams", "kv_bytes": "--kv-memory"})
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_slots": "--max-streams",
+        "kv_bytes": "--kv-memory",
+        "swap_bytes": "--swap-memory",
+        "aging_s": "--aging-seconds",
+    }
+)
 """Where the flag is not the field's name."""
 
 

@@ -101,7 +101,7 @@ class LLM:
         eos_ids = tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))
         self._limits = Limits.of(scheduler, vocab_size=self.config.vocab_size, eos_ids=eos_ids)
         self._loop = StepLoop(
-            Scheduler(scheduler), built.runner, SystemClock(), max_steps_in_flight=scheduler.max_steps_in_flight
+            Scheduler(built.measured), built.runner, SystemClock(), max_steps_in_flight=scheduler.max_steps_in_flight
         )
         self._lock = threading.Lock()
         self._num_requests = 0

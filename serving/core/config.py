@@ -28,9 +28,11 @@ class SchedulerConfig:
 
     inter_token_s: objective for the gap between two tokens of a running stream; prefill chunks shrink so that measured
     steps keep to it. None = chunks are as long as chunk_tokens. num_swap_pages: host pages of a lane for preempted
-    requests; 0 = they are always recomputed. aging_s: so long a wait lifts a request by one priority class.
+    requests; 0 = they are always recomputed. aging_s: a priority class that was not served for so long counts one
+    higher.
     deterministic: decode rows and prefill chunks never share a program, and there is one of each; chunks start and end
-    at multiples of chunk_tokens (or with their prompt), and preemption swaps, see ``planner``.
+    at multiples of chunk_tokens (or with their prompt), and preemption swaps, see ``planner``. swap_page_s: what a page
+    takes to the host and back, as measured at the start; 0 = not measured.
     """
 
     num_slots: int
@@ -52,6 +54,7 @@ class SchedulerConfig:
     preemption: PreemptionPolicy = PreemptionPolicy.AUTO
     aging_s: float = 10.0
     deterministic: bool = False
+    swap_page_s: float = 0.0
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:
@@ -92,6 +95,7 @@ class SchedulerConfig:
         need(self.max_steps_in_flight in (1, 2), "max_steps_in_flight must be 1 or 2")
         need(self.inter_token_s is None or self.inter_token_s > 0, "inter_token_s must be above 0")
         need(self.num_swap_pages >= 0, f"num_swap_pages is {self.num_swap_pages}; it must not be negative")
+        need(self.swap_page_s >= 0, "swap_page_s must not be negative")
         need(self.aging_s > 0, f"aging_s is {self.aging_s}; it must be above 0")
         need(
             self.preemption is not PreemptionPolicy.SWAP or self.num_swap_pages > 0,

@@ -15,7 +15,6 @@ from headrace.serving.core.policy import (
     YIELDS,
     guard_fits,
     keeps_a_slot,
-    level_of,
     must_guard,
     page_turn,
     pages_to_keep_free,
@@ -105,7 +104,6 @@ class Planner:
         """At most one sequence a step yields to the first that waits, if that lacks a slot or pages."""
         tenancies = self._tenancies
         candidate = tenancies.waiting.first(now_s)
-        candidate.level = level_of(candidate, now_s, self._config.aging_s)
         if not tenancies.is_ready(candidate):
             return
         lanes = [lane for lane in tenancies.lanes if self._suits(candidate, lane)]
@@ -117,8 +115,8 @@ class Planner:
             for s in tenancies.running_in(lane)
             if s.num_preempted_for(*YIELDS) < MAX_YIELDS and tenancies.can_preempt(s)
         ]
-        levels = [s.level for s in tenancies.running]
-        victim = pick_class_victim(candidate.level, may_yield, levels, tenancies.num_slots)
+        priorities = [s.request.priority for s in tenancies.running]
+        victim = pick_class_victim(candidate, may_yield, priorities, tenancies.num_slots)
         if victim is not None:
             tenancies.preempt(victim, PreemptionReason.PRIORITY, now_s)
         elif candidate.tenant.num_running == 0:
@@ -142,7 +140,6 @@ class Planner:
         tenancies = self._tenancies
         while tenancies.waiting:
             sequence = tenancies.waiting.first(now_s)
-            sequence.level = level_of(sequence, now_s, self._config.aging_s)
             goes_on = _goes_on_decoding(sequence)
             if not (decodes if goes_on else prefills) or not tenancies.is_ready(sequence):
                 return

@@ -1,9 +1,9 @@
 """The decisions that are policy, each a pure function; the scheduler supplies the mechanics.
 
-Version 3. Who is next: the higher class (after aging), then the tenant that was served least for its weight, then the
-earlier request. Decode before prefill; no prompt takes more than half of a step while others want a part. For pages the
-last in that order yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane
-where it adds the least work.
+Version 3. Who is next: the higher class, aging counted; in it the tenant that was served least for its weight; of it
+the earlier request. Decode before prefill; no prompt takes more than half of a step while others want a part. For pages
+the last in turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane where
+it adds the least work.
 """
 
 from collections.abc import Iterable
@@ -31,27 +31,30 @@ MIN_RESERVE_SLOTS = 4
 """Of all lanes together; with so many, one is kept for a tenant that paused a moment ago, see ``keeps_a_slot``."""
 
 
-def level_of(sequence: Sequence, now_s: float, aging_s: float) -> int:
-    """Priority class of a waiting request now: one higher for each aging_s since it was submitted, up to the highest.
+def class_level(priority: Priority, waited_s: float, aging_s: float) -> int:
+    """Level of a class among classes: its own, one higher for each aging_s that it was not served; waited_s: since one
+    of its requests was started last, or since the one whose turn it is was submitted, if that is later.
 
-    So after two of them every request is in the highest class, where tenants go by what they were served and requests
-    of one tenant by arrival: none starves.
+    After two aging_s without service every class is on the highest level. There the tenant that was served least goes
+    first, and at equal service the earlier request: as those who go before it are served, its turn comes. Within its
+    class a tenant's turn comes by the same rule, and within its tenant a request's by arrival: so none starves.
+    That it waits long lifts no request above others of its class: it may just be the last of many of its tenant.
     """
-    return max(int(Priority.HIGH), sequence.request.priority - int(max(0.0, now_s - sequence.submitted_s) / aging_s))
+    return max(int(Priority.HIGH), priority - int(max(0.0, waited_s) / aging_s))
 
 
 Turn = tuple[int, float, int]
 """Lowest first; unique by the arrival in it."""
 
 
-def waiting_turn(sequence: Sequence, now_s: float, aging_s: float) -> Turn:
-    """Order of admission."""
-    return level_of(sequence, now_s, aging_s), sequence.tenant.turn, sequence.arrival
+def tenant_turn(head: Sequence) -> tuple[float, int]:
+    """Order of tenants within a class; head: the first that waits of the tenant and class."""
+    return head.tenant.turn, head.arrival
 
 
 def running_turn(sequence: Sequence) -> Turn:
-    """Order of those who run, for prefill; the class stays that of the admission."""
-    return sequence.level, sequence.tenant.turn, sequence.arrival
+    """Order of those who run, for prefill."""
+    return sequence.request.priority, sequence.tenant.turn, sequence.arrival
 
 
 def page_turn(sequence: Sequence) -> tuple[bool, Turn]:
@@ -81,24 +84,25 @@ def pick_fairness_victim(
     over = [
         s
         for s in running
-        if s.level >= candidate.level
+        if s.request.priority >= candidate.request.priority
         and s.tenant is not candidate.tenant
         and s.tenant.num_running > max(1.0, fair_slots[s.tenant.name])
     ]
     return max(over, key=lambda s: (s.tenant.num_running / fair_slots[s.tenant.name], s.arrival), default=None)
 
 
-def pick_class_victim(level: int, running: Seq[Sequence], levels: Iterable[int], num_slots: int) -> Sequence | None:
-    """Who yields to a candidate of a class, of running (that may be preempted): the last in turn of the lowest class,
-    if that class and those below the candidate's hold more than their share of the slots. levels: of all who run."""
-    held = sorted(levels)
-    below = [s for s in running if s.level > level]
+def pick_class_victim(
+    candidate: Sequence, running: Seq[Sequence], priorities: Iterable[Priority], num_slots: int
+) -> Sequence | None:
+    """Who yields to a candidate, of running (that may be preempted): the last in turn of the lowest class, if that
+    class and those below it hold more than their share of the slots. priorities: of all who run."""
+    below = [s for s in running if s.request.priority > candidate.request.priority]
     if not below:
         return None
     victim = max(below, key=running_turn)
-    share = CLASS_SHARE[Priority(min(victim.level, Priority.LOW))]
-    num_held = sum(other >= victim.level for other in held)
-    return victim if num_held > max(1.0, share * num_slots) else None
+    lowest = victim.request.priority
+    num_held = sum(priority >= lowest for priority in priorities)
+    return victim if num_held > max(1.0, CLASS_SHARE[lowest] * num_slots) else None
 
 
 def keeps_a_slot(candidate: Sequence, num_free: int, num_slots: int, awaits_another: bool) -> bool:

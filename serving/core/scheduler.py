@@ -219,10 +219,6 @@ class Scheduler:
     def lanes(self) -> tuple[Lane, ...]:
         return self._tenancies.lanes
 
-    def tell_page_copy(self, round_trip_s: float) -> None:
-        """What a page takes to the host and back, as measured by the runner; from here on steps refine it."""
-        self._tenancies.cost.page_s = round_trip_s / 2
-
     def stats(self) -> SchedulerStats:
         tenancies, counters = self._tenancies, self._counters
         pools = [lane.memory.pool for lane in self.lanes]

@@ -16,8 +16,8 @@ class Sequence:
 
     arrival: order of submission, unique. outputs: generated tokens that the host knows.
     keys: of the full pages of known tokens, kept over preemptions. chain: published entries of the prefix.
-    level: priority class when it was last admitted, aging counted. swapped: its KV in host memory, while it waits.
-    num_charged: leading positions that its tenant was charged for. preempted_at_s: since when it waits again.
+    swapped: its KV in host memory, while it waits. num_charged: leading positions that its tenant was charged for.
+    preempted_at_s: since when it waits again.
 
     Of the present tenancy, reset by ``clear_tenancy``: slot, pages, num_computed (leading positions whose KV some plan
     made so far writes or finds cached), num_to_prefill, num_pending (samples in flight), last_step (id of the newest
@@ -41,7 +41,6 @@ class Sequence:
     first_token_s: float | None = None
     cached_tokens: int = 0
     tenant: Tenant = field(default_factory=Tenant)
-    level: int = 1
     is_guarded: bool = False
     prefill_step: int | None = None
     swapped: Swapped | None = None

@@ -50,6 +50,8 @@ class PlanChecks:
             self._check_owner(self._clients[self._owners[slot]], start, now_us)
         self._check_budget(plan)
         self._check_written(plan)
+        if self._world.config.deterministic:
+            self._check_grid(plan)
 
     def _check_owner(self, client: Client, start: int, now_us: int) -> None:
         request = client.request
@@ -75,6 +77,14 @@ class PlanChecks:
         need(all(0 <= copy.host_page < limit for copy in copies), "I8", "a copy names a host page that is not there")
         for group in (plan.swap_out, plan.swap_in):
             need(len({copy.host_page for copy in group}) == len(group), "I2", "a host page is copied twice in a step")
+
+    def _check_grid(self, plan: StepPlan) -> None:
+        """Deterministic mode: one kind of rows, and chunks that depend on their prompt alone."""
+        need(not (plan.decode and plan.prefill), "I7", "a deterministic step has rows of both kinds")
+        cell = self._world.config.chunk_tokens
+        for segment in plan.prefill:
+            is_whole = len(segment.token_ids) == cell or segment.samples
+            need(segment.start % cell == 0 and is_whole, "I7", "a deterministic chunk is off its grid")
 
     def _check_written(self, plan: StepPlan) -> None:
         """Pages that get written have one owner and are unknown to the cache."""

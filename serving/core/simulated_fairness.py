@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.cost_model import CostModel, ProgramCost, program_name
+from headrace.serving.core.fair_share import OUTPUT_TOKEN_PRICE, PROMPT_TOKEN_PRICE
 from headrace.serving.core.request import Priority, Request, RequestId, SamplingParams, StopRule
 from headrace.serving.core.simulated_draw import Draw
 from headrace.serving.core.simulated_service import OpenGate, ServiceOutcome, ServiceRequest, simulate_service
@@ -13,6 +14,8 @@ NUM_GREEDY = 64
 """Long requests that wait at once."""
 MAX_FACTOR = 2.0
 """Of its solo time, that a short request may take to its first token, plus one step."""
+BACKLOG_TOKENS = 5_000
+"""Of a tenant of weight 1: several times what a policy may give to a tenant at once."""
 MAX_SHARE_ERROR = 0.10
 """Relative."""
 
@@ -47,7 +50,7 @@ def fairness(seed: int) -> Fairness:
     cost = _cost(config, base_s, token_s)
     step_s = base_s + token_s * (config.chunk_tokens + config.num_slots)
     first_s, solo_s = _greedy(draw, config, cost)
-    share_error = _share_error(draw, config, cost)
+    share_error = _share_error(draw, config, cost, step_s)
     low_s, low_limit_s = _lowest_class(draw, config, cost, step_s)
     broken = []
     if first_s > MAX_FACTOR * solo_s + step_s + 1e-9:
@@ -126,31 +129,40 @@ def _greedy(draw: Draw, config: SchedulerConfig, cost: CostModel) -> tuple[float
     return beside.tokens_s[0] - at_s, alone.tokens_s[0] - at_s
 
 
-def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel) -> float:
-    """Over the time in which every tenant has requests waiting, less a first part in which streams start."""
+def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel, step_s: float) -> float:
+    """Over the second half of the time in which every tenant has requests waiting: what a policy gives once, at the
+    start, is no share. Tenants come one after the other, so that the first have been served a lot when the last one
+    comes; they have as many more requests as they can end until then."""
     weights = draw.pick(((1.0, 1.0), (1.0, 2.0), (1.0, 3.0), (1.0, 2.0, 4.0)))
     sizes = [(draw.between(8, 48), draw.between(8, 48)) for _ in weights]
-    requests = [
-        ServiceRequest(at_s=0.0, request=_request(i, *sizes[k], f"t{k}", weight=weights[k]))
-        for i in range(96 * len(weights))
-        for k in (i % len(weights),)
-    ]
-    config = replace(config, max_queued_requests=1_000)
-    outcomes = _run(requests, config, cost)
+    stagger = draw.pick((0, 50, 200))
+    stagger_s = step_s * stagger
+    requests: list[ServiceRequest] = []
+    for k, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
+        num_more = stagger * (len(weights) - 1 - k) * config.num_slots // size[1]
+        for _ in range(num_more + round(BACKLOG_TOKENS * weight / sum(size))):
+            index = len(requests)
+            planned = _request(index, *size, f"t{k}", weight=weight)
+            requests.append(ServiceRequest(at_s=k * stagger_s, request=planned))
+    outcomes = _run(requests, replace(config, max_queued_requests=10_000), cost)
     admitted_s: dict[str, float] = {}
     for outcome in outcomes:
         if outcome.finished is not None:
             tenant = outcome.request.tenant
             at_s = outcome.at_s + outcome.finished.timings.queue_ms / 1e3
             admitted_s[tenant] = max(admitted_s.get(tenant, 0.0), at_s)
-    end_s = min(admitted_s.values())
+    start_s, end_s = (len(weights) - 1) * stagger_s, min(admitted_s.values())
+    start_s += max(0.0, end_s - start_s) / 2
     work: Counter[str] = Counter()
     for outcome in outcomes:
-        times = [at for at in outcome.tokens_s if end_s / 8 <= at < end_s]
-        work[outcome.request.tenant] += len(times)
-        if outcome.tokens_s and end_s / 8 <= outcome.tokens_s[0] < end_s:
-            work[outcome.request.tenant] += len(outcome.request.prompt_ids)
+        times = [at for at in outcome.tokens_s if start_s <= at < end_s]
+        served = OUTPUT_TOKEN_PRICE * len(times)
+        if times and times[0] == outcome.tokens_s[0]:
+            served += PROMPT_TOKEN_PRICE * len(outcome.request.prompt_ids)
+        work[outcome.request.tenant] += round(served)
     total, total_weight = sum(work.values()), sum(weights)
+    if not total:
+        return 1.0
     return max(abs(work[f"t{i}"] / total * total_weight / weight - 1) for i, weight in enumerate(weights))
 
 

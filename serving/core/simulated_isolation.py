@@ -103,6 +103,7 @@ def _last(config: SchedulerConfig, make_model: Callable[[SchedulerConfig], Model
     seen = Seen((), 0, 0)
     now_s = 0.0
     for request in requests:
+        now_s += 100.0  # Nobody is expected back any more.
         rejection = scheduler.submit(request, now_s)
         if rejection is not None:
             raise ValueError(rejection.message)

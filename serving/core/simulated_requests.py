@@ -36,7 +36,7 @@ class Population:
 
 def draw_population(draw: Draw, config: SchedulerConfig, is_crowded: bool) -> Population:
     vocab_size = draw.pick((5, 16, 64))
-    num_tenants = draw.pick((1, 1, 2, 3))
+    num_tenants = draw.pick((1, 2, 2, 3))
     return Population(
         config=config,
         vocab_size=vocab_size,
@@ -49,7 +49,7 @@ def draw_population(draw: Draw, config: SchedulerConfig, is_crowded: bool) -> Po
             )
             for i in range(num_tenants)
         ),
-        priorities=draw.pick(((Priority.NORMAL,), (Priority.NORMAL,), tuple(Priority))),
+        priorities=draw.pick(((Priority.NORMAL,), tuple(Priority))),
         num_shared=draw.pick((0, 0, config.page_size, 2 * config.page_size + 1)),
         is_crowded=is_crowded,
     )

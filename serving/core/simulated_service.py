@@ -155,6 +155,7 @@ class Replica:
 
     def _turn(self) -> None:
         self._drain_inbox()
+        self._take(self._scheduler.expire(self._clock_s))
         while len(self._in_flight) < self._max_in_flight:
             plan = self._scheduler.plan_step(self._clock_s)
             if plan is None:

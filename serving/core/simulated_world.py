@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
-from headrace.serving.core.request import Request, RequestId
+from headrace.serving.core.request import Priority, Request, RequestId
 from headrace.serving.core.simulated_draw import Draw
 from headrace.serving.core.simulated_requests import MAX_OUTPUTS, draw_population, draw_request
 
@@ -103,6 +103,8 @@ def draw_world(seed: int) -> World:
         _arrival(draw, tick, draw_request(draw, RequestId(i), people), horizon * step_us)
         for i, tick in enumerate(ticks)
     )
+    if Draw(seed ^ 0xC1A55).chance(12):
+        arrivals = _in_classes(arrivals)
     return World(
         seed=seed,
         config=config,
@@ -117,9 +119,18 @@ def draw_world(seed: int) -> World:
     )
 
 
+def _in_classes(arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """The lowest class has all slots when the highest comes."""
+    half = len(arrivals) // 2
+    low = tuple(replace(a, tick=0, request=replace(a.request, priority=Priority.LOW)) for a in arrivals[:half])
+    late = 6 + max(arrival.tick for arrival in arrivals) // 4
+    high = tuple(replace(a, tick=late, request=replace(a.request, priority=Priority.HIGH)) for a in arrivals[half:])
+    return low + high
+
+
 def _arrival_ticks(draw: Draw, num_requests: int, is_crowded: bool) -> list[int]:
     """All at once, in bursts, or over some time; ascending, as ids are."""
-    kind = "once" if is_crowded else draw.pick(("once", "bursts", "steady", "steady"))
+    kind = draw.pick(("once", "once", "bursts") if is_crowded else ("once", "bursts", "steady", "steady"))
     if kind == "once":
         return [0] * num_requests
     if kind == "bursts":

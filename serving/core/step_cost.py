@@ -46,7 +46,7 @@ class StepCost:
         self._covariance = 0.0
         self._last_result_s: float | None = None
         self.decode_s = 0.0
-        self.page_s = 0.0
+        self.page_s = config.swap_page_s / 2
 
     @property
     def pair_s(self) -> float:

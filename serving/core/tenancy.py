@@ -182,7 +182,7 @@ class Tenancies:
             lane.memory.pool.check_sum()
             lane.slots.check({s.slot for s in running if s.slot is not None})
             kept = [s.swapped.host_pages for s in waiting if s.swapped is not None and s.swapped.lane == lane.index]
-            lane.host.check([page for pages in kept for page in pages])
+            lane.host.check([page for pages in kept for page in pages], deep=deep)
             if is_idle and lane.memory.num_available != lane.memory.pool.num_usable:
                 raise InvariantError("idle, but pages are referenced")
             if is_idle and lane.host.num_free != lane.host.num_pages:

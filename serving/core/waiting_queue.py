@@ -6,15 +6,15 @@ from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.drain_rate import DrainRate
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.fair_share import Tenant
-from headrace.serving.core.policy import arrival_rank, waiting_turn
+from headrace.serving.core.policy import arrival_rank, class_level, tenant_turn
 from headrace.serving.core.request import Priority, Rejection, RejectionReason, Request
 from headrace.serving.core.sequence import Sequence
 
-Lines = dict[Priority, list[Sequence]]
+Lines = dict[Tenant, list[Sequence]]
 
 
 class WaitingQueue:
-    """A line by arrival for each tenant and class; the first of all is one of their heads, so that finding it takes as
+    """A line by arrival for each class and tenant; the first of all is one of their heads, so that finding it takes as
     long as there are lines, however many wait. The bounds hold for new requests; a preempted one always comes back in,
     to its place by arrival.
     """
@@ -23,7 +23,8 @@ class WaitingQueue:
         self._max_requests = config.max_queued_requests
         self._max_prompt_tokens = config.max_queued_prompt_tokens
         self._aging_s = config.aging_s
-        self._lines: dict[Tenant, Lines] = {}
+        self._classes: dict[Priority, Lines] = {priority: {} for priority in Priority}
+        self._started_s = dict.fromkeys(Priority, float("-inf"))
         self._num_waiting = 0
         self._num_prompt_tokens = 0
         self._drain_rate = DrainRate()
@@ -38,19 +39,28 @@ class WaitingQueue:
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         """By arrival."""
-        waiting = [s for lines in self._lines.values() for line in lines.values() for s in line]
+        waiting = [s for lines in self._classes.values() for line in lines.values() for s in line]
         return tuple(sorted(waiting, key=arrival_rank))
 
     def first(self, now_s: float) -> Sequence:
         """Whose turn it is; there must be one."""
-        heads = (line[0] for lines in self._lines.values() for line in lines.values())
-        return min(heads, key=lambda sequence: waiting_turn(sequence, now_s, self._aging_s))
+        heads = {
+            priority: min((line[0] for line in lines.values()), key=tenant_turn)
+            for priority, lines in self._classes.items()
+            if lines
+        }
+        return min(heads.values(), key=lambda head: (self._level(head, now_s), *tenant_turn(head)))
 
     def wait_s(self, tenant: str, priority: Priority, now_s: float) -> float:
         """At least so long a new request waits, by the measured rate: until those have left that wait in its tenant's
         lines of its class and above. Others may be ahead of it too. 0 while nothing was measured."""
-        lines = next((lines for owner, lines in self._lines.items() if owner.name == tenant), {})
-        num_ahead = sum(len(line) for its, line in lines.items() if its <= priority)
+        num_ahead = sum(
+            len(line)
+            for its, lines in self._classes.items()
+            if its <= priority
+            for owner, line in lines.items()
+            if owner.name == tenant
+        )
         return self._drain_rate.wait_s(num_ahead, now_s) if num_ahead else 0.0
 
     def refuse(self, request: Request, now_s: float) -> Rejection | None:
@@ -70,31 +80,31 @@ class WaitingQueue:
         )
 
     def add(self, sequence: Sequence) -> None:
-        lines = self._lines.setdefault(sequence.tenant, {})
-        insort(lines.setdefault(sequence.request.priority, []), sequence, key=arrival_rank)
+        line = self._classes[sequence.request.priority].setdefault(sequence.tenant, [])
+        insort(line, sequence, key=arrival_rank)
         self._num_waiting += 1
         self._num_prompt_tokens += len(sequence.request.prompt_ids)
 
     def remove(self, sequence: Sequence) -> None:
-        lines, priority = self._lines[sequence.tenant], sequence.request.priority
-        lines[priority].remove(sequence)
-        if not lines[priority]:
-            del lines[priority]
-        if not lines:
-            del self._lines[sequence.tenant]
+        lines = self._classes[sequence.request.priority]
+        line = lines[sequence.tenant]
+        line.remove(sequence)
+        if not line:
+            del lines[sequence.tenant]
         self._num_waiting -= 1
         self._num_prompt_tokens -= len(sequence.request.prompt_ids)
 
     def start(self, sequence: Sequence, now_s: float) -> None:
         """Remove a sequence because it runs from now on."""
         self.remove(sequence)
+        self._started_s[sequence.request.priority] = now_s
         self._drain_rate.on_leave(now_s, self._num_waiting > 0)
 
     def check(self) -> None:
         """Raise InvariantError if an order, a count or a waiting sequence is wrong."""
         waiting = self.sequences
-        for tenant, lines in self._lines.items():
-            for priority, line in lines.items():
+        for priority, lines in self._classes.items():
+            for tenant, line in lines.items():
                 if not line or line != sorted(line, key=arrival_rank):
                     raise InvariantError("the waiting queue is out of order")
                 if any(s.tenant is not tenant or s.request.priority is not priority for s in line):
@@ -106,3 +116,7 @@ class WaitingQueue:
         for s in waiting:
             if s.slot is not None or s.pages or s.num_pending or s.num_computed:
                 raise InvariantError(f"waiting request {s.request.request_id} holds state of a tenancy")
+
+    def _level(self, head: Sequence, now_s: float) -> int:
+        priority = head.request.priority
+        return class_level(priority, now_s - max(head.submitted_s, self._started_s[priority]), self._aging_s)

@@ -190,6 +190,10 @@ class FakeRunner:
         """As of the last collected step, which is what a device would say that has finished no other."""
         return tuple(tuple(counts) for counts in self._expert_tokens) if self._expert_tokens else None
 
+    @property
+    def swap_page_seconds(self) -> float | None:
+        return None
+
     def compiles_after_ready(self) -> int:
         return 0
 

@@ -57,6 +57,11 @@ class LeaderRunner:
         finally:
             self._leader.waits_for(None)
 
+    @property
+    def swap_page_seconds(self) -> float | None:
+        """See ``ports.Runner``."""
+        return self._runner.swap_page_seconds
+
     def compiles_after_ready(self) -> int:
         """See ``ports.Runner``."""
         return self._runner.compiles_after_ready()

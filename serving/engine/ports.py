@@ -64,6 +64,11 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def swap_page_seconds(self) -> float | None:
+        """What a page takes to host memory and back, as warm-up measured it; None without swap space."""
+        ...
+
     def compiles_after_ready(self) -> int:
         """Compiles seen since warm_up returned."""
         ...

@@ -8,9 +8,9 @@ from headrace.serving.core.fair_share import FIRST_STREAM_TOKENS, Tenant
 from headrace.serving.core.policy import (
     MAX_PAGE_PREEMPTIONS,
     arrival_rank,
+    class_level,
     guard_fits,
     keeps_a_slot,
-    level_of,
     must_guard,
     pages_to_keep_free,
     pick_class_victim,
@@ -19,7 +19,6 @@ from headrace.serving.core.policy import (
     preemption_action,
     share_cells,
     share_chunks,
-    waiting_turn,
 )
 from headrace.serving.core.request import Priority
 from headrace.serving.core.sequence import Sequence
@@ -47,21 +46,10 @@ def test_first_come_first_served_within_a_tenant_and_the_last_is_the_victim() ->
     assert pick_page_victim(victim, running) is None, "the last waits itself"
 
 
-def test_a_wait_lifts_a_request_by_a_class_up_to_the_highest() -> None:
-    low = sequence(0, priority=Priority.LOW)
-    assert [level_of(low, now_s, 10.0) for now_s in (-5.0, 9.9, 10.0, 19.9, 20.0, 1e6)] == [2, 2, 1, 1, 0, 0]
-
-
-def test_the_order_of_admission_is_class_then_service_then_arrival() -> None:
-    busy, poor = Tenant("busy", served=10_000.0, num_running=1), Tenant("poor", served=9_000.0, num_running=1)
-    waiting = [
-        sequence(0, tenant=busy),
-        sequence(1, tenant=poor),
-        sequence(2, tenant=busy, priority=Priority.HIGH),
-        sequence(3, tenant=poor, priority=Priority.LOW),
-        sequence(4, tenant=poor),
-    ]
-    assert [s.arrival for s in sorted(waiting, key=lambda s: waiting_turn(s, 0.0, 10.0))] == [2, 1, 4, 0, 3]
+def test_a_class_that_is_not_served_is_lifted_up_to_the_highest() -> None:
+    waits_s = (-5.0, 9.9, 10.0, 19.9, 20.0, 1e6)
+    assert [class_level(Priority.LOW, wait_s, 10.0) for wait_s in waits_s] == [2, 2, 1, 1, 0, 0]
+    assert class_level(Priority.HIGH, 1e6, 10.0) == 0
 
 
 def test_a_tenant_that_runs_nothing_is_a_little_ahead() -> None:
@@ -71,17 +59,17 @@ def test_a_tenant_that_runs_nothing_is_a_little_ahead() -> None:
     assert tenant.turn == 1_000.0
 
 
-def fairness(held: dict[str, int], weights: dict[str, float], level: int = 1) -> str | None:
+def fairness(held: dict[str, int], weights: dict[str, float], priority: Priority = Priority.NORMAL) -> str | None:
     """Whose request yields to a new tenant with weight 1 in 8 slots."""
     tenants = {name: Tenant(name, weights[name], num_running=count) for name, count in held.items()}
     running = [
-        sequence(10 * i + j, tenant=t, level=level)
+        sequence(10 * i + j, tenant=t, priority=priority)
         for i, t in enumerate(tenants.values())
         for j in range(t.num_running)
     ]
     total = sum(weights.values()) + 1
     shares = {name: 8 * weight / total for name, weight in (weights | {"new": 1.0}).items()}
-    victim = pick_fairness_victim(sequence(99, tenant=Tenant("new"), level=1), running, shares)
+    victim = pick_fairness_victim(sequence(99, tenant=Tenant("new")), running, shares)
     if victim is None:
         return None
     assert victim.arrival % 10 == victim.tenant.num_running - 1, "the latest of the tenant"
@@ -93,7 +81,7 @@ def test_a_tenant_above_its_share_of_slots_yields_to_one_that_runs_nothing() -> 
     assert fairness({"a": 6, "b": 2}, {"a": 1.0, "b": 1.0}) == "a"
     assert fairness({"a": 4, "b": 4}, {"a": 8.0, "b": 1.0}) == "b"
     assert fairness({"a": 1}, {"a": 1.0}) is None, "a tenant keeps one"
-    assert fairness({"greedy": 8}, {"greedy": 1.0}, level=0) is None, "nobody yields to a lower class"
+    assert fairness({"greedy": 8}, {"greedy": 1.0}, priority=Priority.HIGH) is None, "nobody yields to a lower class"
 
 
 @pytest.mark.parametrize(
@@ -112,8 +100,9 @@ def test_a_class_above_its_share_of_slots_yields_to_a_higher_one(
     level: int, levels: list[int], victim: int | None
 ) -> None:
     tenant = Tenant()
-    running = [sequence(i, tenant=tenant, level=its) for i, its in enumerate(levels)]
-    found = pick_class_victim(level, running, levels, 4)
+    running = [sequence(i, tenant=tenant, priority=Priority(its)) for i, its in enumerate(levels)]
+    candidate = sequence(9, tenant=tenant, priority=Priority(level))
+    found = pick_class_victim(candidate, running, [s.request.priority for s in running], 4)
     assert (None if found is None else found.arrival) == victim
 
 

@@ -15,7 +15,7 @@ from headrace.serving.core.simulator import SimulationFailure
 from headrace.serving.core.world_source import world_source
 from headrace.serving.engine.simulated_seed import broken_promise, run_seed, run_world
 from tests.serving.core import found_worlds
-from tests.serving.core.planted_bugs import PLANTED, planted
+from tests.serving.core.planted_bugs import BY_FAIRNESS, PLANTED, planted
 
 NUM_SEEDS = 500
 PLANTED_SEEDS = json.loads((Path(__file__).parent / "planted_seeds.json").read_text())
@@ -23,9 +23,39 @@ AT_LEAST = {
     "ended: stop": 500,
     "ended: length": 500,
     "ended: cancelled": 300,
-    "ended: error": 100,
+    "ended: error": 50,
+    "failed: failed_step": 30,
+    "failed: non_finite_logits": 10,
     "tokens from the cache": 2_000,
+    "refused: queue_full": 300,
+    "refused: shutting_down": 20,
+    "refused: deadline_unmeetable": 10,
+    "refused: never_fits": 3,
+    "deadline missed in queue": 30,
+    "deadline missed in prefill": 10,
+    "deadline missed in decode": 30,
+    "cancelled: slow_client": 5,
+    "cancels with the last sample in flight": 50,
+    "slow clients given up": 50,
+    "preempted: pages, swapped": 30,
+    "preempted: pages, recomputed": 100,
+    "preempted: fairness, recomputed": 5,
+    "preempted: priority, recomputed": 3,
+    "preempted: forced, recomputed": 15,
+    "preempted: forced, swapped": 10,
+    "pages swapped out": 100,
+    "pages swapped in": 80,
+    "evictions by force": 100,
+    "duplicate ids": 2,
+    "requests lost by a restart": 10,
+    "worlds with a restart": 10,
+    "worlds with clock jumps": 30,
+    "worlds with a weak hash": 100,
+    "worlds with an objective": 100,
+    "worlds with several lanes": 100,
+    "worlds in deterministic mode": 50,
 }
+"""Or the seeds would prove nothing about it."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +89,7 @@ def test_a_world_that_once_broke_a_promise_keeps_it(world: World) -> None:
     run_world(world)
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("bug", [bug for bug in PLANTED if bug not in BY_FAIRNESS])
 def test_the_seeds_find_a_planted_bug(bug: str) -> None:
     """The seeds that found it last come first; after a change of worlds or policy any of the gate's seeds may."""
     known = PLANTED_SEEDS.get(bug, [])

@@ -72,6 +72,10 @@ class TracingRunner:
             raise error
         return self._inner.expert_tokens()
 
+    @property
+    def swap_page_seconds(self) -> float | None:
+        return None
+
     def compiles_after_ready(self) -> int:
         return self._inner.compiles_after_ready()
 

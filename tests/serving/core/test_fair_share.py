@@ -1,0 +1,41 @@
+from headrace.serving.core.fair_share import FairShare
+
+
+def test_a_tenant_that_was_idle_starts_at_the_least_served_of_the_active() -> None:
+    shares = FairShare()
+    first, second = shares.join("a", 1.0), shares.join("b", 1.0)
+    first.charge(output_tokens=500)
+    second.charge(prompt_tokens=300)
+    assert shares.join("c", 1.0).served == 300
+    assert shares.join("a", 1.0) is first and first.served == 1000, "an active one keeps its place"
+
+
+def test_a_tenant_cannot_shed_what_it_had_by_a_pause() -> None:
+    shares = FairShare()
+    first, second = shares.join("a", 1.0), shares.join("b", 1.0)
+    first.charge(prompt_tokens=1000)
+    shares.leave(first, 1.0)
+    assert shares.join("a", 1.0).served == 1000
+    second.charge(prompt_tokens=5000)
+    shares.leave(first, 2.0)
+    assert shares.join("a", 1.0).served == 5000, "and earns nothing by it"
+
+
+def test_accounts_are_closed_when_nobody_is_active_and_stay_few() -> None:
+    shares = FairShare()
+    busy = shares.join("busy", 1.0)
+    for i in range(100):
+        shares.leave(shares.join(f"t{i}", 1.0), 0.0)
+    assert len(shares._tenants) == 1
+    busy.charge(prompt_tokens=1)
+    shares.leave(busy, 1.0)
+    assert shares._tenants == {} and not shares.awaits_another(1.0, 10.0)
+
+
+def test_slots_are_shared_by_weight_among_the_active() -> None:
+    shares = FairShare()
+    light, heavy = shares.join("light", 1.0), shares.join("heavy", 3.0)
+    assert (shares.slots_of(light, 8), shares.slots_of(heavy, 8)) == (2.0, 6.0)
+    shares.leave(heavy, 5.0)
+    assert shares.slots_of(light, 8) == 8.0
+    assert shares.awaits_another(6.0, 10.0) and not shares.awaits_another(15.0, 10.0)
