@@ -32,6 +32,7 @@ CHECKS += journal fuzz cancels memory-slope
 CHECKS += overload fairness
 CHECKS += simulation isolation
 CHECKS += probe
+CHECKS += deterministic swap
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help

@@ -23,8 +23,8 @@ from scripts.exact_answers import Answer, Company, preemption_counts, together
 from tests.live import LiveServer, start_server
 
 SERVER = ("--max-streams", "8", "--context", "640", "--chunk-tokens", "128", "--page-size", "4")
-FEW_PAGES = ("--pages", "181", "--swap-memory", "256MB", "--restart-engine")
-"""180 usable pages: the longest request takes 123 of them, and 8 requests take 280 on average. Short pages, so that
+FEW_PAGES = ("--pages", "151", "--swap-memory", "256MB", "--restart-engine")
+"""150 usable pages: the longest request takes 121 of them, and 8 requests take 270 on average. Short pages, so that
 answers outgrow what was free when they started."""
 DETERMINISTIC = ("--deterministic",)
 STRANGERS = 15

@@ -22,7 +22,6 @@ LAST_ID = {"tiny": 250}
 DEFAULT_LAST_ID = 40_000
 SHARED_TOKENS = 150
 """Of a prefix that some prompts share: more than one chunk."""
-NUM_SOCKETS = 4
 READY_LIMIT_S = 120.0
 
 
@@ -50,7 +49,7 @@ def asks(model: str, count: int, seed: int) -> list[dict[str, Any]]:
         prompt = [rng.randint(10, last) for _ in range(rng.choice((3, 15, 16, 17, 40, 64, 65, 120, 130, 200, 300)))]
         body: dict[str, Any] = {
             "prompt": (shared if index % 4 == 3 else []) + prompt,
-            "max_tokens": rng.choice((8, 16, 24)),
+            "max_tokens": rng.choice((8, 16, 32)),
             "logprobs": rng.choice((2, 20)),
             "return_token_ids": True,
             "ignore_eos": True,
@@ -133,7 +132,8 @@ async def together(
 
 
 class Company:
-    """All requests in a random order at random times over several sockets, between strangers.
+    """All requests in a random order at random times over sockets of their own, between strangers, half of whom are of
+    the class that others make way for.
 
     kill: end the engine with SIGKILL when a third is answered; what it took down is asked again.
     """
@@ -178,7 +178,8 @@ class Company:
 
     async def _stranger(self, index: int, cancel_after_s: float | None) -> None:
         async with StreamClient(self._server.stream_url) as client:
-            history = await client.create(f"s{index}", "completion", self._strangers[index])
+            priority = "high" if index % 2 else "normal"
+            history = await client.create(f"s{index}", "completion", self._strangers[index], priority=priority)
             if cancel_after_s is not None:
                 self.num_cancelled += 1
                 await asyncio.sleep(cancel_after_s)

@@ -186,6 +186,19 @@ def _wishes_text(engine: EngineOptions) -> str:
     return f"{place} {types}; what they come to is printed when the engine is ready"
 
 
+def _swap_rows(ready: Ready, lanes: str) -> tuple[tuple[str, str], ...]:
+    if not ready.num_swap_pages:
+        return ()
+    size = ready.num_lanes * ready.num_swap_pages * ready.page_size * ready.kv_bytes_per_token
+    return (
+        (
+            "swap space",
+            f"{lanes}{ready.num_swap_pages:,} pages of host memory, up to {size / 1e6:,.0f} MB; a page takes "
+            f"{ready.swap_page_s * 1e3:.1f} ms there and back",
+        ),
+    )
+
+
 def _memory_rows(model: ModelConfig, ready: Ready) -> tuple[tuple[str, str], ...]:
     kv, pages = KVFormat(dtype=ready.kv_dtype), ready.num_pages - 1
     tokens = ready.num_lanes * pages * ready.page_size
@@ -208,6 +221,7 @@ def _memory_rows(model: ModelConfig, ready: Ready) -> tuple[tuple[str, str], ...
             f"{lanes}{pages:,} pages × {ready.page_size} tokens = {tokens:,} tokens, {ready.kv_bytes / 1e6:,.0f} MB "
             f"with the {null}",
         ),
+        *_swap_rows(ready, lanes),
         (
             "fits",
             f"{contexts:.1f} streams of the whole context ({ready.max_context:,} tokens), or "

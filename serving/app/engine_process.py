@@ -208,6 +208,8 @@ def ready_message(
         architecture=built.architecture,
         stored_types=dict(built.stored_types),
         deterministic=config.deterministic,
+        num_swap_pages=config.num_swap_pages,
+        swap_page_s=built.runner.swap_page_seconds or 0.0,
         numerics=numerics_of(built),
     )
 

@@ -72,6 +72,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     each device; None where it was given. num_pages, num_slots: of each of num_lanes. family, architecture: of the
     model, and SHA-256 in hex of its configuration. stored_types: how many tensors of each type its files hold.
     numerics: what fixes the bits of a result, by name: versions, device, instruction set, threads, shapes of programs.
+    num_swap_pages: host pages of a lane. swap_page_s: what a page takes there and back; 0 without any.
     """
 
     model_hash: str
@@ -98,6 +99,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     architecture: str = ""
     stored_types: dict[str, int] = {}
     deterministic: bool = False
+    num_swap_pages: int = 0
+    swap_page_s: float = 0.0
     numerics: dict[str, str] = {}
 
 
