@@ -169,6 +169,7 @@ async def run(server: LiveServer, args: argparse.Namespace, console: Console) ->
     neighbour = Neighbour(server)
     await neighbour.learn()
     engine = server.engine.pid
+    await asyncio.sleep(1)  # what the start and the first streams opened is closed again
     before, places_before = await idle(server), footprint(server)
     started_s = time.monotonic()
     beside = asyncio.create_task(neighbour.run())

@@ -1,8 +1,8 @@
 """A journal of two minutes of mixed traffic on a real server reproduces every plan when it is replayed.
 
-Prompts from 1 to 600 tokens, answers from 1 to 200, shared beginnings, greedy and sampled, cancels, closed sockets and
-requests that are refused, in little KV memory, so that requests are preempted. Then one sampled token is altered in a
-copy, and one prompt in another: the replay has to find both.
+Prompts from 1 to 600 tokens, answers from 1 to 200, shared beginnings, greedy and sampled, cancels, closed sockets,
+deadlines, all classes, two tenants, in little KV memory, so that requests are preempted, and swapped out where that is
+cheaper. Then one sampled token is altered in a copy, and one prompt in another: the replay has to find both.
 """
 
 import asyncio
@@ -19,13 +19,28 @@ from pathlib import Path
 import httpx
 
 from headrace.serving.bench.stream_client import StreamClient
-from headrace.serving.engine.journal import read_steps
+from headrace.serving.engine.journal import Planned, read_journal, read_steps
 from scripts import evidence
 from tests.live import LiveServer, start_server
 
 RUN_S = 120.0
 NUM_CLIENTS = 12
-OPTIONS = ("--max-streams", "8", "--pages", "70", "--chunk-tokens", "128", "--max-queued", "32")
+OPTIONS = (
+    "--max-streams",
+    "8",
+    "--pages",
+    "70",
+    "--chunk-tokens",
+    "128",
+    "--max-queued",
+    "32",
+    "--swap-memory",
+    "1MiB",
+)
+COUNTED = (
+    "engine_steps_total", "engine_host_seconds_total", "num_preemptions_total", "preempted_pages_total",
+    "deadline_misses_total", "journal_up",
+)  # fmt: skip
 HEAD = list(range(40, 140))
 """Begins some prompts, for the prefix cache."""
 
@@ -41,13 +56,21 @@ def body(rng: random.Random) -> dict[str, object]:
     }
 
 
-async def client(server: LiveServer, seed: int, until_s: float, seen: Counter[str]) -> None:
+def envelope(rng: random.Random) -> dict[str, object]:
+    return {
+        "priority": rng.choice((None, "high", "normal", "low")),
+        "deadline_ms": rng.choice((None, None, None, 300, 2000, 20_000)),
+    }
+
+
+async def client(server: LiveServer, key: str, seed: int, until_s: float, seen: Counter[str]) -> None:
     """Sockets one after the other, each with some streams; some are cancelled, some sockets close in the middle."""
     rng = random.Random(seed)
     while time.monotonic() < until_s:
-        async with StreamClient(server.stream_url) as stream:
+        async with StreamClient(server.stream_url, token=key) as stream:
             histories = [
-                await stream.create(f"{seed}-{i}", "completion", body(rng)) for i in range(rng.choice((1, 2, 5)))
+                await stream.create(f"{seed}-{i}", "completion", body(rng), **envelope(rng))
+                for i in range(rng.choice((1, 2, 5)))
             ]
             seen["requests"] += len(histories)
             if rng.random() < 0.15:
@@ -66,10 +89,10 @@ async def client(server: LiveServer, seed: int, until_s: float, seen: Counter[st
                 seen[f"ended: {reasons[0] if reasons else end['error']['code']}"] += 1
 
 
-async def traffic(server: LiveServer, run_s: float) -> dict[str, int]:
+async def traffic(server: LiveServer, keys: list[str], run_s: float) -> dict[str, int]:
     seen: Counter[str] = Counter()
     until_s = time.monotonic() + run_s
-    await asyncio.gather(*(client(server, seed, until_s, seen) for seed in range(NUM_CLIENTS)))
+    await asyncio.gather(*(client(server, keys[seed % len(keys)], seed, until_s, seen) for seed in range(NUM_CLIENTS)))
     return dict(sorted(seen.items()))
 
 
@@ -87,14 +110,20 @@ def replay(path: Path) -> dict[str, object]:
 
 
 def altered(path: Path, kind: str) -> Path:
-    """A copy with another first sampled token, or last prompt token, in a record from the middle."""
+    """A copy with another first sampled token, or last prompt token of a request that ran, from the middle."""
     lines = path.read_bytes().splitlines(keepends=True)
+    ran = {
+        request_id
+        for record in read_journal(path)
+        if isinstance(record, Planned) and record.plan is not None
+        for _, _, request_id in record.plan.loads
+    }
     for place in range(len(lines) // 2, len(lines)):
         record = json.loads(lines[place])
         if kind == "token" and record["type"] == "result" and record.get("decode"):
             record["decode"][0] ^= 1
             break
-        if kind == "prompt" and record["type"] == "submit" and "refused" not in record:
+        if kind == "prompt" and record["type"] == "submit" and record["request"]["request_id"] in ran:
             record["request"]["prompt_ids"][-1] ^= 1
             break
     else:
@@ -120,8 +149,17 @@ def step_figures(path: Path) -> dict[str, object]:
     }
 
 
-def metric(server: LiveServer, name: str) -> float:
-    text = httpx.get(server.url + "/metrics", timeout=10).text
+def make_keys(path: Path) -> list[str]:
+    """Of two tenants."""
+    command = [sys.executable, "-m", "headrace", "key"]
+    return [
+        subprocess.run([*command, name, "--file", str(path)], check=True, capture_output=True, text=True).stdout.strip()
+        for name in ("alice", "bob")
+    ]
+
+
+def metric(server: LiveServer, key: str, name: str) -> float:
+    text = httpx.get(server.url + "/metrics", timeout=10, headers={"authorization": f"Bearer {key}"}).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
@@ -132,12 +170,12 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal"
-        server = start_server(Path(folder) / "log", options.model, *OPTIONS, "--journal", str(path))
+        keys = make_keys(Path(folder) / "keys")
+        access = ("--api-keys", str(Path(folder) / "keys"))
+        server = start_server(Path(folder) / "log", options.model, *OPTIONS, *access, "--journal", str(path))
         try:
-            seen = asyncio.run(traffic(server, options.seconds))
-            preemptions = metric(server, "headrace_num_preemptions_total")
-            host_s, steps = (metric(server, f"headrace_engine_{name}_total") for name in ("host_seconds", "steps"))
-            is_up = metric(server, "headrace_journal_up")
+            seen = asyncio.run(traffic(server, keys, options.seconds))
+            counted = {name: metric(server, keys[0], f"headrace_{name}") for name in COUNTED}
         finally:
             server.stop()
         mode, size = path.stat().st_mode & 0o777, path.stat().st_size
@@ -147,20 +185,24 @@ def main() -> int:
     passed = (
         whole["exit_code"] == 0
         and whole.get("equal") is True
-        and whole.get("steps") == steps
+        and whole.get("steps") == counted["engine_steps_total"]
         and all(report["exit_code"] == 1 and report.get("difference") for report in planted.values())
         and mode == 0o600
-        and is_up == 1
-        and preemptions > 0
+        and counted["journal_up"] == 1
+        and counted["num_preemptions_total"] > 0
+        and counted["deadline_misses_total"] > 0
         and seen.get("cancels", 0) > 0
     )
     return evidence.write(
         options.out,
         passed,
         traffic=seen,
-        preemptions=preemptions,
-        journal={"bytes": size, "bytes_per_step": round(size / max(steps, 1)), "mode": oct(mode)},
-        host_us_per_step=round(host_s / max(steps, 1) * 1e6),
+        counted=counted,
+        journal={
+            "bytes": size,
+            "bytes_per_step": round(size / max(counted["engine_steps_total"], 1)),
+            "mode": oct(mode),
+        },
         replay=whole,
         planted=planted,
         steps_by_program=figures,

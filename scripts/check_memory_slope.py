@@ -121,7 +121,7 @@ def slope_of(requests: list[int], own: list[int]) -> dict[str, object]:
     x = [float(np.mean(block)) for block in np.array_split(np.array(requests[first:]), BLOCKS)]
     y = [float(np.mean(block)) for block in np.array_split(np.array(own[first:]), BLOCKS)]
     fit = stats.linregress(x, y)
-    half = float(stats.t.ppf(0.975, BLOCKS - 2) * fit.stderr)
+    half = float(stats.t.ppf(0.975, BLOCKS - 2) * fit.stderr) if max(y) > min(y) else 0.0
     return {
         "bytes_per_request": round(float(fit.slope), 1),
         "interval_95": [round(float(fit.slope) - half, 1), round(float(fit.slope) + half, 1)],
@@ -137,6 +137,7 @@ def slope_of(requests: list[int], own: list[int]) -> dict[str, object]:
 async def run(server: LiveServer, num_requests: int, seed: int, console: Console) -> dict[str, object]:
     async with StreamClient(server.stream_url) as client:
         await (await client.create("first", "completion", {"prompt": "x", "max_tokens": 2})).ended.wait()
+    await asyncio.sleep(1)  # what the start and the first request opened is closed again
     before, places_before = await idle(server), footprint(server)
     load, started_s = Load(server, num_requests, seed), time.monotonic()
     with Progress(console=console) as progress:

@@ -177,10 +177,12 @@ def _is_object(text: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FrameCase:
-    """pieces: what is sent, each followed by its pause in seconds."""
+    """pieces: what is sent, each followed by its pause in seconds. is_cut: the last frame lacks its end, so that a
+    close frame behind it would be part of it."""
 
     pieces: tuple[tuple[bytes, float], ...]
     outcome: Outcome
+    is_cut: bool
 
     @property
     def sent(self) -> bytes:
@@ -197,7 +199,8 @@ def draw_case(rng: random.Random) -> FrameCase:
             del frames[i + 1 :]
             break
     data = b"".join(wire.wire(rng) for wire in frames)
-    return FrameCase(_timed(rng, data), Reader().run(frames))
+    is_cut = frames[-1].length > len(frames[-1].data)
+    return FrameCase(_timed(rng, data), Reader().run(frames), is_cut)
 
 
 def _good(rng: random.Random) -> list[WireFrame]:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ class Note:
 
 
 class StepCount:
-    """steps: results of steps that the scheduler has taken. Writes a line of JSON per cancel that ended something."""
+    """steps: results of steps that the scheduler took. write: gets a line of JSON per cancel that ended something."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
         self.steps = 0
         self._arrived: dict[RequestId, tuple[int, float]] = {}
         self._notes: list[Note] = []
@@ -69,7 +70,7 @@ class StepCount:
                     "state": note.state,
                     "reason": note.reason,
                 }
-                self._file.write(json.dumps(line) + "\n")
+                self._write(json.dumps(line) + "\n")
         self._notes = [note for note in self._notes if note.pages & held]
 
 
@@ -116,11 +117,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--notes", type=Path, required=True)
     args, rest = parser.parse_known_args()
-    count = StepCount(args.notes)
-    module: Any = engine_process
-    module.Inbox = watched_inbox(count)
-    module.Scheduler = watched_scheduler(count)
-    return engine_process.main(rest)
+    with args.notes.open("w", buffering=1) as notes:
+        count = StepCount(notes.write)
+        module: Any = engine_process
+        module.Inbox = watched_inbox(count)
+        module.Scheduler = watched_scheduler(count)
+        return engine_process.main(rest)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,6 @@ from headrace.serving.edge.app import build_app
 from headrace.serving.edge.bulk_encoder import BulkEncoder
 from headrace.serving.edge.engine_client import EngineClient, EngineStartError
 from headrace.serving.edge.keys import KeyRing
-from headrace.serving.edge.messages import CloseCode
-from headrace.serving.edge.metrics import Metrics
 from headrace.serving.edge.page import page_route
 from headrace.serving.edge.probe import ProbeConfig, ReadinessProbe
 from headrace.serving.edge.probe_files import read_records, shipped_records
@@ -49,7 +47,8 @@ from headrace.serving.edge.session import SessionConfig
 from headrace.serving.edge.shared_prefixes import DeclaredPrefix, SharedPrefixes
 from headrace.serving.edge.stream_endpoint import StreamConfig, StreamEndpoint
 from headrace.serving.edge.tenants import Policies
-from headrace.serving.edge.tracing import TracedService, TraceHeaders, TraceSink
+from headrace.serving.edge.trace_context import TraceHeaders
+from headrace.serving.edge.tracing import TracedService, TraceSink
 from headrace.serving.engine.journal_file import open_journal
 from headrace.serving.engine.lifecycle import EngineState
 from headrace.serving.engine.messages import Starting
@@ -72,21 +71,6 @@ class RunningRequests:
 
     def abort(self) -> int:
         return self._engine.cancel_all(CancelReason.SHUTDOWN)
-
-
-class SocketMetrics:
-    """Native sockets in the server's metrics. A client may close with any code: those outside the standard are one."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def on_sockets(self, sockets: int, streams: int) -> None:
-        self._metrics.ws_connections.set(sockets)
-        self._metrics.ws_streams.set(streams)
-
-    def on_socket_close(self, code: int) -> None:
-        is_known = 1000 <= code <= 1015 or code in set(CloseCode)
-        self._metrics.ws_closes.labels(str(code) if is_known else "other").inc()
 
 
 def run_server(options: ServeOptions, console: Console) -> int:

@@ -1,9 +1,10 @@
 """When a request would get its first and its last token, from measured step times and the work ahead of it.
 
 The model: a decode step takes ``decode_step_ms`` and gives each running request a token; each prompt token that is
-read adds ``prefill_token_ms`` to some step. Rows are taken in turn. Of the requests that wait, those of a better class
-go first, of the same class as many as weighted fair sharing puts ahead, of a worse class none: aging, requests to come
-and preemption are left out. So the forecast leans to the early side, and only what would be late even then is refused.
+read adds ``prefill_token_ms`` to some step. Rows are taken in turn, but by requests that others make way for. Of the
+requests that wait, those of a better class go first, of the same class as many as weighted fair sharing puts ahead, of
+a worse class none: aging and requests to come are left out. So the forecast leans to the early side, and only what
+would be late even then is refused.
 While nothing has been measured there is no forecast, and nothing is refused.
 """
 
@@ -98,6 +99,7 @@ class Backlog:
         self._groups: dict[tuple[str, Priority], _Group] = {}
         self._waiting: set[Place] = set()
         self._running: dict[Place, None] = {}
+        self._running_by: dict[tuple[str, Priority], int] = {}
 
     def add(self, place: Place) -> None:
         group = self._groups.setdefault((place.tenant, place.priority), _Group(place.weight))
@@ -119,11 +121,17 @@ class Backlog:
         """It has its first token."""
         if self._leave(place):
             self._running[place] = None
+            key = (place.tenant, place.priority)
+            self._running_by[key] = self._running_by.get(key, 0) + 1
 
     def ended(self, place: Place) -> None:
         """However it ended. Idempotent."""
-        if not self._leave(place):
-            self._running.pop(place, None)
+        if not self._leave(place) and place in self._running:
+            del self._running[place]
+            key = (place.tenant, place.priority)
+            self._running_by[key] -= 1
+            if not self._running_by[key]:
+                del self._running_by[key]
 
     def _leave(self, place: Place) -> bool:
         if place not in self._waiting:
@@ -161,6 +169,18 @@ class Backlog:
         for group in self._groups.values():
             total += group.work
         return total
+
+    def yields_to(self, place: Place) -> bool:
+        """Whether a running request would make way for one that comes now and is not in the backlog yet: of a tenant
+        that has several, for one of a tenant that has none; of a worse class, for one of a better class."""
+        tenants = {tenant for tenant, _ in (*self._groups, *self._running_by)}
+        if place.tenant not in tenants and any(
+            number > 1 and priority >= place.priority for (_, priority), number in self._running_by.items()
+        ):
+            return True
+        num_worse = sum(number for (_, priority), number in self._running_by.items() if priority > place.priority)
+        num_ahead = sum(group.requests for (_, priority), group in self._groups.items() if priority <= place.priority)
+        return num_worse > num_ahead
 
     def ahead_of(self, place: Place) -> Work:
         """What the scheduler takes before a request that comes now and is not in the backlog yet."""
@@ -218,20 +238,20 @@ def _steps_until_free(num_to_end: int, remaining: Sequence[int], ahead: Work, nu
 
 
 class Correction:
-    """How much later than forecast first tokens come, at the share of requests that an objective is about.
+    """A factor on forecasts of first tokens, by how the objective for them was kept.
 
-    The running quantile of measured over forecast time moves up by UP for each request above it and down by DOWN for
-    each below, so it rests where DOWN / (UP + DOWN) of them are above. Only requests that really waited count: of an
-    idle server's first tokens the forecast is wrong by a constant, not by a factor.
+    It moves up by UP for each accepted request that missed the objective and down by DOWN for each that kept it, so it
+    rests where about DOWN / (UP + DOWN) = 5% of them miss it. Only requests that were forecast to wait for a good part
+    of it count: those of an idle server say nothing about the border.
     """
 
-    UP = 0.05
+    UP = 0.1
     DOWN = 0.005
-    RANGE = (1.0, 8.0)
+    RANGE = (1.0, 3.0)
 
     def __init__(self) -> None:
         self.factor = 1.0
 
-    def observe(self, forecast_ms: float, measured_ms: float) -> None:
-        step = 1 + self.UP if measured_ms > forecast_ms * self.factor else 1 - self.DOWN
+    def observe(self, *, is_late: bool) -> None:
+        step = 1 + self.UP if is_late else 1 - self.DOWN
         self.factor = min(max(self.factor * step, self.RANGE[0]), self.RANGE[1])

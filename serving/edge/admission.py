@@ -41,6 +41,14 @@ class AdmissionConfig:
     chunk_tokens: int = 256
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What a request found when it came. is_urgent: others make way for it."""
+
+    work: Work = NO_WORK
+    is_urgent: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class _Choice:
     """One choice from acceptance to its end. charged_tokens: taken from the bucket of tokens, None without one.
@@ -48,7 +56,7 @@ class _Choice:
 
     hold: Hold
     place: Place
-    ahead: Work
+    ahead: _Ahead
     forecast_ms: float | None
     accepted_s: float
     charged_tokens: int | None
@@ -195,8 +203,10 @@ class AdmissionControl:
         self.budgets.leave_queue(choice.hold, now_s)
         self.backlog.started(choice.place)
         objective = self.config.first_token_ms
-        if objective is not None and choice.forecast_ms is not None and choice.forecast_ms > objective / 4:
-            self._correction.observe(choice.forecast_ms, (now_s - choice.accepted_s) * 1000)
+        if objective is None or choice.forecast_ms is None:
+            return
+        if choice.forecast_ms * self._correction.factor > objective / 4:
+            self._correction.observe(is_late=(now_s - choice.accepted_s) * 1000 > objective)
 
     def on_end(self, generation: Generation, outcome: Done | Failure) -> None:
         request = generation.request
@@ -239,16 +249,18 @@ class AdmissionControl:
         return None if seen is None else seen.first_token_ms
 
     def _require_in_time(
-        self, place: Place, own: int, ahead: Work | None, deadline_s: float | None, now_s: float
-    ) -> tuple[Work, Forecast | None]:
+        self, place: Place, own: int, ahead: _Ahead | None, deadline_s: float | None, now_s: float
+    ) -> tuple[_Ahead, Forecast | None]:
         """The work ahead and the forecast; raises ApiError where it would be too late. own: output tokens of this
         request. ahead: None = as of now."""
         objective, speed = self.config.first_token_ms, self.speed
         if (objective is None and deadline_s is None) or speed is None or not speed.is_known:
-            return NO_WORK, None
+            return _Ahead(), None
         if ahead is None:
-            ahead = self.backlog.ahead_of(place)
-        seen = forecast(speed, place.prompt_tokens, own, ahead, self.backlog.remaining())
+            is_urgent = self.backlog.yields_to(place)
+            ahead = _Ahead(NO_WORK if is_urgent else self.backlog.ahead_of(place), is_urgent)
+        remaining = [] if ahead.is_urgent else self.backlog.remaining()
+        seen = forecast(speed, place.prompt_tokens, own, ahead.work, remaining)
         alone = forecast(speed, place.prompt_tokens, own)
         assert seen is not None and alone is not None
         if deadline_s is not None:
@@ -265,14 +277,21 @@ class AdmissionControl:
 
     def _likely_output(self, body: ParsedBody, tenant: str, most: int) -> int:
         """What others who wait behind the request must reckon with. most: max_tokens, or what the context leaves."""
-        known = self._history.known_tokens(tenant, most)
         unknown = 1 if body.max_tokens is None else most
-        return 1 if not body.generate else known or unknown
+        return self._known_output(body, tenant, most) or unknown
 
     def _sure_output(self, body: ParsedBody, tenant: str, most: int) -> int:
         """What its own deadline is held against: while nothing is known, only what the request itself insists on."""
+        return self._known_output(body, tenant, most) or max(1, min(body.min_tokens, most))
+
+    def _known_output(self, body: ParsedBody, tenant: str, most: int) -> int | None:
+        """All of it where nothing else ends the request; else as it was before."""
+        if not body.generate:
+            return 1
+        if body.ignore_eos and not body.stop and not body.stop_token_ids:
+            return most
         known = self._history.known_tokens(tenant, most)
-        return 1 if not body.generate else known or max(1, min(body.min_tokens, most))
+        return None if known is None else max(known, min(body.min_tokens, most))
 
     def _likely_tokens(self, bound: int) -> int:
         return ceil(bound * self._tokens_per_byte)

@@ -216,10 +216,10 @@ class Generation:
         self._watcher.on_unread_at_deadline(self)
         self._text, self._has_text = StringIO(), False
         self._ids, self._logprobs, self._num_pending = array("I"), [], 0
+        self._took_terminal = True  # Before the end is told: whoever takes it now need not be woken for it.
         if self._terminal is None:
             self._end(failure)
         self._terminal = failure
-        self._took_terminal = True
         return failure
 
     async def next(self) -> Outcome:

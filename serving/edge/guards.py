@@ -194,6 +194,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._message_timer: TimerHandle | None = None
+        self._lingers = False
         self._control_left = limits.control_burst
         self._control_at_s = time.monotonic()
 
@@ -226,19 +227,27 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         await super().run_asgi()
 
     def handle_parser_exception(self) -> None:
-        """Say why and end our half, then read on for a moment before closing. Called again for all that still comes."""
-        if self.close_sent:
+        """Say why and end our half, then read on for a moment before closing. Called again for all that still comes.
+
+        Behind a close frame of ours there is nothing more to say, and the client's cannot be found any more.
+        """
+        if self._lingers:
             return
-        assert self.conn.close_sent is not None
-        code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
-        self.transport.write(b"".join(self.conn.data_to_send()))
-        if self.transport.can_write_eof():
+        self._lingers = True
+        output = b"".join(self.conn.data_to_send())
+        if not self.close_sent:
+            assert self.conn.close_sent is not None
+            code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+            self.transport.write(output)
+            self.close_sent = True
+        if self.transport.can_write_eof() and not self.transport.is_closing():
             self.transport.write_eof()
-        self.close_sent = True
         if self.read_paused:
             self.read_paused = False
             self.transport.resume_reading()
+        if self.close_timer is not None:
+            self.close_timer.cancel()
         self.close_timer = self.loop.call_later(self._limits.linger_s, self.transport.close)
         self._cut_later()
 

@@ -28,7 +28,11 @@ class Preemption(msgspec.Struct, kw_only=True, frozen=True):
     """How often a request had to make way for one reason, and what became of its memory."""
 
     reason: Annotated[
-        str, Meta(description='`"pages"`: others needed its memory; `"priority"`: a better class came; `"forced"`.')
+        str,
+        Meta(
+            description='`"pages"`: others needed its memory; `"priority"`: a better class came; `"fairness"`: a '
+            'tenant came that had nothing running; `"forced"`: for a test.'
+        ),
     ]
     action: Annotated[str, Meta(description='`"swapped"`: kept in host memory; `"recomputed"`: computed again later.')]
     count: Annotated[int, Meta(description="How often.")]

@@ -103,6 +103,10 @@ class Create(ClientMessage, tag="create", kw_only=True, frozen=True):
         Meta(description="The request, as for `/v1/chat/completions` or `/v1/completions`; see *Body fields*."),
     ]
     expect_contract: ExpectedContract | None = None
+    traceparent: (
+        Annotated[str, Meta(max_length=128, description="W3C trace context of this request; absent: the handshake's.")]
+        | None
+    ) = None
     detach: Annotated[
         bool, Meta(description="Go on generating for `resume_s` when the connection is lost, and allow `resume`.")
     ] = False

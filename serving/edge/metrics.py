@@ -37,6 +37,11 @@ REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+OLD_NAMES = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+}
+"""What older versions of vLLM called them; dashboards still do."""
 CHOICES = (1, 2, 5, 10, 20)
 CANCELLED_BY = tuple(reason for reason in CancelReason if reason is not CancelReason.STOP_STRING)
 PROBE_STATES = ("unrecorded", "pending", "passed", "failed")
@@ -209,7 +214,7 @@ class Metrics(Collector):
         for kept in self._shared:
             for metric in kept.collect():
                 yield self._prefixed(metric, OWN)
-                yield self._prefixed(metric, VLLM)
+                yield from self._as_vllm(metric)
         for own in self._own:
             for metric in own.collect():
                 yield self._prefixed(metric, OWN)
@@ -221,8 +226,6 @@ class Metrics(Collector):
         steps = self._step_tokens()
         yield self._prefixed(steps, OWN)
         yield self._prefixed(steps, VLLM)
-        for metric in self._next_token.collect():
-            yield self._prefixed(_renamed(metric, "time_per_output_token_seconds"), VLLM)
         for own_metric in (*expert_metrics(self._counters.expert_tokens), *self._engine.preemptions.metrics()):
             yield self._prefixed(own_metric, OWN)
         for source in self._sources:
@@ -231,7 +234,7 @@ class Metrics(Collector):
         for gauge, is_shared in self._gauges():
             yield self._prefixed(gauge, OWN)
             if is_shared:
-                yield self._prefixed(gauge, VLLM)
+                yield from self._as_vllm(gauge)
 
     def _gauges(self) -> Iterator[tuple[Metric, bool]]:
         """A request that the edge has given up counts no more, whatever the engine last reported."""
@@ -243,8 +246,6 @@ class Metrics(Collector):
         held = stats.pages_total - stats.pages_free - stats.pages_cached
         used = held / stats.pages_total if stats.pages_total and in_flight else 0.0
         yield GaugeMetricFamily("kv_cache_usage_perc", "Share of pages that requests hold, 0 to 1.", value=used), True
-        old = GaugeMetricFamily("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", value=used)
-        yield old, True
         yield from ((gauge, False) for gauge in _engine_gauges(stats, ready))
         yield (
             GaugeMetricFamily("kv_pages_cached", "Pages that hold a prefix for reuse only.", value=stats.pages_cached),
@@ -271,6 +272,11 @@ class Metrics(Collector):
         bounds = (*map(str, STEP_TOKEN_BOUNDS), "+Inf")
         buckets = list(zip(bounds, accumulate(counts), strict=True))
         return HistogramMetricFamily("iteration_tokens_total", "Tokens of a step.", buckets=buckets, sum_value=total)
+
+    def _as_vllm(self, metric: Metric) -> Iterator[Metric]:
+        yield self._prefixed(metric, VLLM)
+        if metric.name in OLD_NAMES:
+            yield self._prefixed(_renamed(metric, OLD_NAMES[metric.name]), VLLM)
 
     def _prefixed(self, metric: Metric, prefix: str) -> Metric:
         renamed = Metric(prefix + metric.name, metric.documentation, metric.type)
@@ -303,7 +309,6 @@ class Metrics(Collector):
 
 
 def _renamed(metric: Metric, name: str) -> Metric:
-    """Under a name of an older vLLM."""
     renamed = Metric(name, metric.documentation, metric.type)
     renamed.samples = [s._replace(name=name + s.name.removeprefix(metric.name)) for s in metric.samples]
     return renamed

@@ -68,6 +68,7 @@ class Start:
     expected: tuple[str, ...]
     deadline_ms: int | None = None
     priority: Priority | None = None
+    traceparent: str | None = None
 
 
 class Session:
@@ -287,7 +288,16 @@ class Session:
         self._live[message.id] = stream
         expected = tuple(filter(None, (self._expected, message.expect_contract)))
         priority = None if message.priority is None else parse_priority("priority", message.priority)
-        return Start(stream, endpoint, message.body, self.identity.tenant, expected, message.deadline_ms, priority)
+        return Start(
+            stream,
+            endpoint,
+            message.body,
+            self.identity.tenant,
+            expected,
+            message.deadline_ms,
+            priority,
+            message.traceparent,
+        )
 
     def _why_not(self, identity: Identity) -> ApiError | None:
         if self.state is SessionState.DRAINING:

@@ -26,6 +26,7 @@ from headrace.serving.edge.socket_meter import SocketMeter
 from headrace.serving.edge.stream import ReplayBudget
 from headrace.serving.edge.stream_ports import KeyCheck, StreamService
 from headrace.serving.edge.terms import Terms
+from headrace.serving.edge.trace_context import set_caller
 
 MESSAGES_PER_TURN = 64
 """Messages of one socket handled before the others get their turn; receiving does not yield while some are queued."""
@@ -300,6 +301,8 @@ class _Socket:
     async def _prepare(self, start: Start, terms: Terms) -> None:
         """Prepare and submit a request; tokenizing and templates run off the loop, inside the service."""
         stream = start.stream
+        if start.traceparent is not None:
+            set_caller(start.traceparent)
         try:
             job = await self._endpoint.service.start(
                 start.endpoint, start.body, tenant=start.tenant, terms=terms, expected=start.expected

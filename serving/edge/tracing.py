@@ -6,11 +6,8 @@ others have ``Service`` and ``Generation`` as they are. No span holds text, ids 
 
 import time
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.serving.core.request import FinishReason, Request
 from headrace.serving.core.text import OutputText, TextPiece
@@ -19,14 +16,10 @@ from headrace.serving.edge.fields import Endpoint
 from headrace.serving.edge.generation import Delta, Done, Failure, Generation, Outcome
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.service import Service
+from headrace.serving.edge.trace_context import caller
 
 PROVIDER = "headrace"
-MAX_HEADER_CHARS = 512
-"""Of traceparent and tracestate; longer ones are none of W3C's."""
 OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETION: "text_completion"}
-
-_caller: ContextVar[Mapping[str, str] | None] = ContextVar("caller", default=None)
-"""W3C headers of the connection that a task works for."""
 
 Attribute = str | int | float | bool | tuple[str, ...]
 
@@ -56,23 +49,6 @@ class TraceSink(Protocol):
     """Takes finished traces; returns at once, and raises nothing."""
 
     def record(self, trace: RequestTrace) -> None: ...
-
-
-class TraceHeaders:
-    """Wraps an application: what it runs knows the W3C headers of its HTTP request or WebSocket handshake."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope.get("headers", ())
-            if name in (b"traceparent", b"tracestate") and len(value) <= MAX_HEADER_CHARS
-        }
-        if found:
-            _caller.set(found)  # This task and those that it starts are the connection's own.
-        await self._app(scope, receive, send)
 
 
 class TimedText(OutputText):
@@ -169,7 +145,7 @@ class _OpenTrace:
     def __init__(self, sink: TraceSink, model: str) -> None:
         self._sink = sink
         self._model = model
-        self._headers = _caller.get() or {}
+        self._headers = caller()
         self._start_s = time.monotonic()
         self._start_ns = time.time_ns()
         self._job: Job | None = None

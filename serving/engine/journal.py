@@ -61,6 +61,21 @@ class Cancelled(Record, tag="cancel", frozen=True, kw_only=True):
     events: str = ""
 
 
+class Expired(Record, tag="expire", frozen=True, kw_only=True):
+    """Deadlines that had passed; calls that ended no request are left out."""
+
+    now_s: float
+    events: str
+
+
+class ForcedOut(Record, tag="preempt", frozen=True, kw_only=True):
+    """A request was preempted from outside the scheduler."""
+
+    now_s: float
+    request_id: RequestId
+    events: str = ""
+
+
 class Drained(Record, tag="drain", frozen=True, kw_only=True):
     now_s: float
 
@@ -151,7 +166,7 @@ class Torn(Record, tag="torn", frozen=True, kw_only=True):
     num_bytes: int
 
 
-AnyRecord = Header | Submitted | Cancelled | Drained | Planned | Applied | StepFailed | End | Torn
+AnyRecord = Header | Submitted | Cancelled | Expired | ForcedOut | Drained | Planned | Applied | StepFailed | End | Torn
 _LINE: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 
 

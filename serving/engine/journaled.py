@@ -19,6 +19,8 @@ from headrace.serving.engine.journal import (
     Applied,
     Cancelled,
     Drained,
+    Expired,
+    ForcedOut,
     Header,
     Planned,
     PlanOutline,
@@ -120,6 +122,19 @@ class JournaledScheduler(Scheduler):
         """See ``Scheduler``."""
         events = super().cancel(request_id, reason, now_s)
         self._records.write(Cancelled(now_s=now_s, request_id=request_id, reason=reason, events=name_events(events)))
+        return events
+
+    def expire(self, now_s: float) -> list[Event]:
+        """See ``Scheduler``."""
+        events = super().expire(now_s)
+        if events:
+            self._records.write(Expired(now_s=now_s, events=name_events(events)))
+        return events
+
+    def preempt(self, request_id: RequestId, now_s: float) -> list[Event]:
+        """See ``Scheduler``."""
+        events = super().preempt(request_id, now_s)
+        self._records.write(ForcedOut(now_s=now_s, request_id=request_id, events=name_events(events)))
         return events
 
     def drain(self) -> None:

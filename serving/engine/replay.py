@@ -15,6 +15,8 @@ from headrace.serving.engine.journal import (
     Cancelled,
     Drained,
     End,
+    Expired,
+    ForcedOut,
     Header,
     JournalError,
     Planned,
@@ -125,6 +127,11 @@ class _Segment:
                 report.commands += 1
                 events = scheduler.cancel(record.request_id, record.reason, record.now_s)
                 _compare_events(f"the cancel of request {record.request_id}", record.events, events)
+            case Expired():
+                _compare_events("a deadline that passed", record.events, scheduler.expire(record.now_s))
+            case ForcedOut():
+                events = scheduler.preempt(record.request_id, record.now_s)
+                _compare_events(f"the preemption of request {record.request_id}", record.events, events)
             case Drained():
                 report.commands += 1
                 scheduler.drain()

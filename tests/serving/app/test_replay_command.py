@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from headrace.serving.app.build import EngineOptions, FakeOptions, engine_launch
 from headrace.serving.app.replay_command import replay
+from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.events import Finished
 from headrace.serving.edge.engine_client import EngineClient
 from headrace.serving.engine.journal_file import JournalOptions
@@ -55,3 +56,14 @@ async def test_a_killed_engine_leaves_a_journal_and_the_next_one_goes_on(tmp_pat
     code, text = run_replay("--json", str(path))
     report = json.loads(text)
     assert code == 1 and not report["equal"] and report["difference"]["record"] == place + 1
+
+
+def test_what_is_no_journal_is_said_with_its_line(tmp_path: Path) -> None:
+    for content, says in ((b"hello\n", "is no journal"), (b"", "0 segments")):
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        try:
+            code, text = run_replay(str(path))
+        except ConfigError as error:
+            code, text = 2, str(error)
+        assert (code, says in text) == (2 if content else 0, True), text

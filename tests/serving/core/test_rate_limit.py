@@ -1,7 +1,7 @@
 """Token buckets with exact times."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.serving.core.rate_limit import Rate, TokenBucket
@@ -45,6 +45,7 @@ def test_another_rate_keeps_what_was_taken() -> None:
     assert bucket.wait_ms(1, 0.0) == 1000
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 8)), max_size=40))
 def test_never_more_than_the_burst_and_the_rate_allow(steps: list[tuple[float, int]]) -> None:
     bucket, now_s, taken = TokenBucket(Rate(3.0, 8), 0.0), 0.0, 0
@@ -56,6 +57,7 @@ def test_never_more_than_the_burst_and_the_rate_allow(steps: list[tuple[float, i
         assert taken <= 8 + 3.0 * now_s + 1e-6
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 1000), st.integers(1, 50), st.integers(0, 50))
 def test_the_wait_is_exact(per_second: float, amount: int, taken: int) -> None:
     bucket = TokenBucket(Rate(per_second, 50), 0.0)

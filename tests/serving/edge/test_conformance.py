@@ -37,8 +37,8 @@ ENDS = "\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def edge() -> AsyncIterator[Edge]:
-    """One server for all cases, which keeps a refused client for a moment only."""
-    async with running_edge(limits={"linger_s": 0.02}) as running:
+    """One server for all cases."""
+    async with running_edge() as running:
         yield running
         assert running.endpoint.num_sockets == 0
 

@@ -60,6 +60,15 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_rendering() -> No
     assert bench.is_clean() is False
 
 
+async def test_what_nothing_else_ends_takes_all_of_its_tokens() -> None:
+    bench = Bench(MeasuredEngine(auto=False))
+    await bench.start([[1] * 2], deadline_ms=81)
+    assert (await bench.refused([[1] * 2], ignore_eos=True, deadline_ms=81)).code == "deadline_unmeetable"
+    await bench.start([[1] * 2], ignore_eos=True, stop=["x"], deadline_ms=81)
+    await bench.start([[1] * 2], ignore_eos=True, stop_token_ids=[5], deadline_ms=81)
+    await bench.start([[1] * 2], ignore_eos=True, deadline_ms=90)
+
+
 async def test_work_ahead_counts_and_leaves_a_hint() -> None:
     bench = Bench(MeasuredEngine(auto=False))
     for _ in range(4):
@@ -122,7 +131,10 @@ async def test_output_in_the_making_is_stopped_at_the_deadline_when_it_is_asked_
     job = await bench.start(deadline_ms=1000)
     bench.engine.step()
     bench.clock.now_s += 1.5
+    woken: list[bool] = []
+    job.generations[0].set_listener(lambda: woken.append(True))
     assert isinstance(job.generations[0].take(), Failure)
+    assert woken == [True]  # by the token, not again by what was just taken
     assert bench.engine.cancels == [(job.generations[0].request.request_id, CancelReason.DEADLINE)]
     bench.engine.step()
     assert job.generations[0].take() is None

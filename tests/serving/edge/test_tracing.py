@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.app import build_app
 from headrace.serving.edge.errors import ApiError
+from headrace.serving.edge.job import Job
 from headrace.serving.edge.service import ServiceConfig
-from headrace.serving.edge.tracing import RequestTrace, TracedService, TraceHeaders
+from headrace.serving.edge.trace_context import TraceHeaders, caller
+from headrace.serving.edge.tracing import RequestTrace, TracedService
 from tests.serving.edge.fakes import EOS, VOCAB_SIZE, ByteTokenizer, FakeEngine, LineTemplate
+from tests.serving.edge.live_edge import running_edge
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 CANARY = "canary-of-prompt"
@@ -105,3 +109,20 @@ async def test_headers_of_one_connection_are_not_those_of_the_next() -> None:
     for headers in ({"traceparent": PARENT}, {}, {"traceparent": "x" * 9000}):
         await asyncio.create_task(answer(service, body, headers))
     assert [dict(t.headers) for t in traces.all] == [{"traceparent": PARENT}, {}, {}]
+
+
+async def test_a_frame_names_the_trace_of_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    async with running_edge() as edge, edge.opened() as client:
+        start = edge.service.start
+
+        async def noting(*arguments: Any, **terms: Any) -> Job:
+            seen.append(dict(caller()))
+            return await start(*arguments, **terms)
+
+        monkeypatch.setattr(edge.service, "start", noting)
+        for stream_id, envelope in (("a", {"traceparent": PARENT}), ("b", {})):
+            await client.send("create", id=stream_id, endpoint="completion", body={"prompt": "x"}, **envelope)
+            while (await client.receive()).get("type") != "done":
+                pass
+    assert seen == [{"traceparent": PARENT}, {}]
