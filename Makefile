@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 
 CHECKS := golden metamorphic interpret load load-memory faults cases start bench mesh int8 hosts
 CHECKS += journal fuzz cancels memory-slope
-CHECKS += overload fairness
+CHECKS += overload fairness gap
 CHECKS += simulation isolation
 CHECKS += probe
 CHECKS += deterministic swap
