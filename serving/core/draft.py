@@ -55,6 +55,9 @@ class Draft:
         if position >= sequence.num_charged:
             sequence.tenant.charge(output_tokens=1)
             sequence.num_charged = position + 1
+        if sequence.num_expected:
+            sequence.num_expected -= 1
+            sequence.tenant.num_expected -= 1
 
     def add_prefill(self, sequence: Sequence, slot: SlotRef, length: int) -> None:
         """The next chunk of a prefilling sequence, of length tokens."""

@@ -10,17 +10,23 @@ FIRST_STREAM_TOKENS = 512.0
 """So much work less counts for a tenant without a running sequence: a short request need not wait until the others have
 caught up with the one before it. A constant, so it changes no share in the long run."""
 
+EXPECTED_OUTPUT_TOKENS = 64
+"""Of a request that starts, that count as served already, if it may generate so many: else a tenant takes one slot
+after the other before what runs in them shows. Paid back as they are generated, or when the request ends before."""
+
 
 @dataclass(slots=True, eq=False)
 class Tenant:
     """served: token work at its price, divided by weight. num_live: accepted requests without an end; num_running: of
-    them with a slot."""
+    them with a slot; num_expected: output tokens that those will still generate, each counted up to
+    EXPECTED_OUTPUT_TOKENS."""
 
     name: str = ""
     weight: float = 1.0
     served: float = 0.0
     num_live: int = 0
     num_running: int = 0
+    num_expected: int = 0
 
     def charge(self, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         self.served += (prompt_tokens * PROMPT_TOKEN_PRICE + output_tokens * OUTPUT_TOKEN_PRICE) / self.weight
@@ -28,7 +34,8 @@ class Tenant:
     @property
     def turn(self) -> float:
         """The lowest goes first."""
-        return self.served if self.num_running else self.served - FIRST_STREAM_TOKENS / self.weight
+        ahead = self.num_expected * OUTPUT_TOKEN_PRICE if self.num_running else -FIRST_STREAM_TOKENS
+        return self.served + ahead / self.weight
 
 
 class FairShare:

@@ -1,8 +1,8 @@
 """The decisions that are policy, each a pure function; the scheduler supplies the mechanics.
 
 Version 3. Who is next: the higher class, aging counted; in it the tenant that was served least for its weight; of it
-the earlier request. Decode before prefill; no prompt takes more than half of a step while others want a part. For pages
-the last in turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane where
+the earlier request. Decode before prefill; no prompt takes a whole step while others want a part. For pages the last in
+turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane where
 it adds the least work.
 """
 
@@ -183,12 +183,12 @@ def placement_cost(num_uncached: int, running: Seq[Sequence]) -> int:
 def share_chunks(needs: Seq[int], budget_tokens: int, block_tokens: int, max_segments: int) -> list[int]:
     """Tokens of each prompt's next chunk, for prompts in turn that have needs tokens left; 0 = none in this step.
 
-    A chunk is all that remains, or whole blocks. While others want a part none gets more than half of the budget (or a
-    block, if that is more); what is left over goes to the first again.
+    A chunk is all that remains, or whole blocks. While others want a part, a quarter of the budget (at least a block,
+    if there are two) is left for them; what they leave over goes to the first again.
     """
     left = budget_tokens // block_tokens
     blocks = [-(-need // block_tokens) for need in needs]
-    most = max(1, left // 2) if len(needs) > 1 else left
+    most = max(1, left - max(1, left // 4)) if len(needs) > 1 else left
     given = [0] * len(needs)
     for limit in (most, left):
         for i, wanted in enumerate(blocks[:max_segments]):

@@ -17,7 +17,7 @@ class Sequence:
     arrival: order of submission, unique. outputs: generated tokens that the host knows.
     keys: of the full pages of known tokens, kept over preemptions. chain: published entries of the prefix.
     swapped: its KV in host memory, while it waits. num_charged: leading positions that its tenant was charged for.
-    preempted_at_s: since when it waits again.
+    preempted_at_s: since when it waits again. num_expected: its part of its tenant's.
 
     Of the present tenancy, reset by ``clear_tenancy``: slot, pages, num_computed (leading positions whose KV some plan
     made so far writes or finds cached), num_to_prefill, num_pending (samples in flight), last_step (id of the newest
@@ -45,6 +45,7 @@ class Sequence:
     prefill_step: int | None = None
     swapped: Swapped | None = None
     num_charged: int = 0
+    num_expected: int = 0
     preempted: dict[tuple[PreemptionReason, PreemptionAction], int] = field(default_factory=dict)
     preempted_at_s: float | None = None
     preempted_s: float = 0.0

@@ -8,7 +8,7 @@ from bisect import insort
 from headrace.serving.core.config import PreemptionPolicy, SchedulerConfig
 from headrace.serving.core.errors import InvariantError
 from headrace.serving.core.events import Event, Preempted, PreemptionAction, PreemptionReason
-from headrace.serving.core.fair_share import FairShare
+from headrace.serving.core.fair_share import EXPECTED_OUTPUT_TOKENS, FairShare
 from headrace.serving.core.lane import Lane, make_lanes
 from headrace.serving.core.plan import PageCopy, SlotRef
 from headrace.serving.core.policy import arrival_rank, preemption_action, worst_case_pages
@@ -75,6 +75,9 @@ class Tenancies:
         slot = sequence.slot = lane.slots.take()
         insort(self.running, sequence, key=arrival_rank)
         sequence.tenant.num_running += 1
+        num_left = sequence.request.stop.max_tokens - len(sequence.outputs)
+        sequence.num_expected = min(num_left, EXPECTED_OUTPUT_TOKENS)
+        sequence.tenant.num_expected += sequence.num_expected
         sequence.num_charged = max(sequence.num_charged, sequence.num_computed)
         if sequence.preempted_at_s is not None:
             sequence.preempted_s += now_s - sequence.preempted_at_s
@@ -130,6 +133,8 @@ class Tenancies:
         lane = self.lane_of(sequence)
         self.running.remove(sequence)
         sequence.tenant.num_running -= 1
+        sequence.tenant.num_expected -= sequence.num_expected
+        sequence.num_expected = 0
         lane.slots.release(sequence.slot)
         if keeps is None:
             lane.memory.release(sequence, self._is_in_flight(sequence.last_step))
@@ -197,6 +202,8 @@ class Tenancies:
         for tenant in self.shares.active:
             if tenant.num_running != sum(s.tenant is tenant for s in self.running):
                 raise InvariantError("the running requests of a tenant are miscounted")
+            if tenant.num_expected != sum(s.num_expected for s in self.running if s.tenant is tenant):
+                raise InvariantError("the expected tokens of a tenant are miscounted")
 
     def _tokens_to_keep(self, sequence: Sequence) -> int:
         """Leading positions whose KV is worth keeping: all that plans so far compute, but for what runs again.

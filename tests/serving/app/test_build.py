@@ -7,6 +7,8 @@ import pytest
 
 from headrace.serving.app.build import (
     DEFAULT_KV_BYTES,
+    DEFAULT_SWAP_BYTES,
+    SWAP_POOLS,
     EngineOptions,
     FakeOptions,
     build_engine,
@@ -153,3 +155,37 @@ def test_a_fault_that_is_not_known_is_refused(fault: str) -> None:
 def test_the_fake_engine_needs_no_model() -> None:
     built = build_engine(replace(OPTIONS, fake=FakeOptions()), lambda what, done, total: None)
     assert built.topology.device == "fake:fake"
+
+
+def test_host_pages_come_from_bytes_and_stay_below_what_all_streams_take() -> None:
+    page_bytes = 16 * 2 * 30 * 3 * 64 * 4
+    given = resolve(replace(OPTIONS, swap_bytes=10 * page_bytes + 5), SMOLLM2).scheduler
+    assert given.num_swap_pages == 10
+    assert resolve(OPTIONS, SMOLLM2).scheduler.num_swap_pages == DEFAULT_SWAP_BYTES // page_bytes
+    small = resolve(replace(OPTIONS, num_slots=1, context=32), SMOLLM2).scheduler
+    assert small.num_swap_pages == SWAP_POOLS * 2
+    assert resolve(replace(OPTIONS, preemption="recompute"), SMOLLM2).scheduler.num_swap_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"preemption": "drop"}, "--preemption 'drop' is not known; it can be auto, swap, recompute"),
+        ({"preemption": "swap", "swap_bytes": 5}, "--preemption swap needs --swap-memory for at least a page"),
+        ({"deterministic": True, "preemption": "recompute"}, "never computes a request again"),
+        ({"inter_token_ms": 0.0}, "inter_token_s must be above 0"),
+        ({"aging_s": 0.0}, "aging_s is 0"),
+    ],
+    ids=str,
+)
+def test_scheduling_options_that_cannot_work_are_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(replace(OPTIONS, **changes), SMOLLM2)
+
+
+def test_an_objective_has_finer_programs_and_deterministic_mode_one_of_each() -> None:
+    assert resolve(OPTIONS, SMOLLM2).scheduler.prefill_tokens == (64, 256)
+    fine = resolve(replace(OPTIONS, inter_token_ms=250.0), SMOLLM2).scheduler
+    assert (fine.prefill_tokens, fine.inter_token_s) == ((64, 128, 256), 0.25)
+    exact = resolve(replace(OPTIONS, deterministic=True), SMOLLM2).scheduler
+    assert (exact.decode_rows, exact.prefill_tokens, exact.chunk_grid) == ((16,), (256,), 256)

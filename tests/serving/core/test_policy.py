@@ -174,14 +174,15 @@ def test_the_cheaper_action_is_taken_where_both_are_possible() -> None:
         ([100], 16, [16]),
         ([5, 20, 5], 16, [5, 8, 0]),
         ([100, 3], 16, [12, 3]),
-        ([100, 100], 16, [8, 8]),
+        ([100, 100], 16, [12, 4]),
+        ([100, 100], 8, [4, 4]),
         ([3, 100], 16, [3, 12]),
         ([100, 100], 4, [4, 0]),
         ([1, 1, 1, 1, 1], 40, [1, 1, 1, 0, 0]),
         ([], 16, []),
     ],
 )
-def test_no_prompt_takes_more_than_half_while_others_want_a_part(
+def test_no_prompt_takes_a_whole_step_while_others_want_a_part(
     needs: list[int], budget: int, chunks: list[int]
 ) -> None:
     assert share_chunks(needs, budget, 4, 3) == chunks
