@@ -90,7 +90,7 @@ def workloads(capacity: float) -> dict[str, WorkloadFile]:
         "light: a third of capacity": plan(((0.33 * capacity, 60.0),), 11),
         "heavy: 85% of capacity": plan(((0.85 * capacity, 60.0),), 12),
         "bursts of long prompts": plan(
-            tuple((rate / 3, seconds) for rate, seconds in burst) * 5, 13, long_prompts=True
+            tuple((rate / 2, seconds) for rate, seconds in burst) * 5, 13, long_prompts=True
         ),
     }
 
