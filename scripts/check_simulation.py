@@ -64,6 +64,9 @@ async def calibrate(server: Server, console: Console) -> tuple[float, list[float
     """(requests per second that it can do, ms that clients waited beyond the engine's own time)."""
     console.print("calibrating: a burst …")
     burst = await serve(server, plan(((400.0, 0.1),), 1))
+    errors = {outcome.error for outcome in burst.outcomes if outcome.error is not None}
+    if errors:
+        raise RuntimeError(f"the server refuses the calibration: {', '.join(sorted(errors))}")
     capacity = len(burst.outcomes) / burst.seconds
     phases = ((0.3 * capacity, 20.0), (0.8 * capacity, 25.0), (1.5 * capacity, 10.0))
     console.print(f"calibrating: {capacity:.2f} requests/s at most; phases …")
@@ -87,7 +90,7 @@ def workloads(capacity: float) -> dict[str, WorkloadFile]:
         "light: a third of capacity": plan(((0.33 * capacity, 60.0),), 11),
         "heavy: 85% of capacity": plan(((0.85 * capacity, 60.0),), 12),
         "bursts of long prompts": plan(
-            tuple((rate / 3, seconds) for rate, seconds in burst) * 5, 13, long_prompts=True
+            tuple((rate / 2, seconds) for rate, seconds in burst) * 5, 13, long_prompts=True
         ),
     }
 

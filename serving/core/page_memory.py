@@ -69,7 +69,8 @@ class PageMemory:
         if sequence.swapped is not None:
             hits = hits[: sequence.swapped.num_tokens // self._page_size]
         num_new = num_pages_for(sequence.num_tokens, self._page_size) - len(hits)
-        num_revived = sum(self.pool.is_cached(entry.page) for entry in hits)
+        leaving = {page for _, page in self._takeable()}
+        num_revived = sum(self.pool.is_cached(entry.page) or entry.page in leaving for entry in hits)
         if num_new + num_spare > self.num_available - num_revived:
             return False
         for entry in hits:
