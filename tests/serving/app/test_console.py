@@ -76,6 +76,11 @@ def test_memory_arithmetic() -> None:
     assert "memory" not in text
 
 
+def test_swap_space_is_printed_in_bytes_and_time() -> None:
+    text = printed(print_ledger, SMOLLM2, msgspec.structs.replace(READY, num_swap_pages=1000, swap_page_s=0.0022))
+    assert "1,000 pages of host memory, up to 737 MB; a page takes 2.2 ms there and back" in text
+
+
 def test_memory_arithmetic_of_a_device_with_factors() -> None:
     memory = DeviceMemory(
         limit_bytes=16_000_000_000,
