@@ -132,14 +132,14 @@ def _greedy(draw: Draw, config: SchedulerConfig, cost: CostModel) -> tuple[float
 def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel, step_s: float) -> float:
     """Over the second half of the time in which every tenant has requests waiting: what a policy gives once, at the
     start, is no share. Tenants come one after the other, so that the first have been served a lot when the last one
-    comes; they have as many more requests as they can end until then."""
+    comes; they have more requests than they can end until then."""
     weights = draw.pick(((1.0, 1.0), (1.0, 2.0), (1.0, 3.0), (1.0, 2.0, 4.0)))
     sizes = [(draw.between(8, 48), draw.between(8, 48)) for _ in weights]
     stagger = draw.pick((0, 50, 200))
     stagger_s = step_s * stagger
     requests: list[ServiceRequest] = []
     for k, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
-        num_more = stagger * (len(weights) - 1 - k) * config.num_slots // size[1]
+        num_more = 3 * stagger * (len(weights) - 1 - k) * config.num_slots // size[1]
         for _ in range(num_more + round(BACKLOG_TOKENS * weight / sum(size))):
             index = len(requests)
             planned = _request(index, *size, f"t{k}", weight=weight)
