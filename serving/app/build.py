@@ -26,6 +26,8 @@ from headrace.sharding.mesh_shape import MeshShape, parse_mesh
 
 QUERY_BLOCK_TOKENS = 64
 """A prefill segment is padded to this many tokens where the chunk allows: a block of queries reads the KV once."""
+FINE_QUERY_BLOCK_TOKENS = 32
+"""With an objective for the gap between tokens, which late chunks of a long prompt keep to only if they are short."""
 DEFAULT_KV_BYTES = 1 << 30
 """On CPU, where memory is shared with everything else."""
 DEFAULT_SWAP_BYTES = 256 << 20
@@ -192,7 +194,8 @@ def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat(
         raise ConfigError(
             f"chunk_tokens {options.chunk_tokens} must be a multiple of page_size {page_size}; try {near}"
         )
-    block = query_block(page_size, options.chunk_tokens)
+    most_in_block = QUERY_BLOCK_TOKENS if options.inter_token_ms is None else FINE_QUERY_BLOCK_TOKENS
+    block = query_block(page_size, options.chunk_tokens, most_in_block)
     lanes = mesh_shape(options).data
     slots = -(-options.num_slots // lanes)
     per_token = kv.token_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
@@ -250,12 +253,10 @@ def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
         raise ConfigError(f"{' and '.join(given)} both give the size of the KV pool; set one of them")
 
 
-def query_block(page_size: int, chunk_tokens: int) -> int:
-    """The largest whole number of pages that divides the chunk and is at most QUERY_BLOCK_TOKENS (at least a page)."""
+def query_block(page_size: int, chunk_tokens: int, most: int = QUERY_BLOCK_TOKENS) -> int:
+    """The largest whole number of pages that divides the chunk and is at most so many tokens (at least a page)."""
     pages_in_chunk = chunk_tokens // page_size
-    fitting = [
-        n for n in range(1, pages_in_chunk + 1) if pages_in_chunk % n == 0 and n * page_size <= QUERY_BLOCK_TOKENS
-    ]
+    fitting = [n for n in range(1, pages_in_chunk + 1) if pages_in_chunk % n == 0 and n * page_size <= most]
     return page_size * max(fitting, default=1)
 
 

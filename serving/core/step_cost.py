@@ -45,6 +45,7 @@ class StepCost:
         self._variance = 0.0
         self._covariance = 0.0
         self._last_result_s: float | None = None
+        self._last_rung = 0
         self.decode_s = 0.0
         self.page_s = config.swap_page_s / 2
 
@@ -76,6 +77,8 @@ class StepCost:
             self._learn_decode(plan.bucket.decode_rows, seconds)
         else:
             self._learn_mixed(plan.bucket.prefill_tokens, attention_pairs(plan), seconds)
+            if plan.decode:
+                self._last_rung = self._config.prefill_tokens.index(plan.bucket.prefill_tokens)
 
     def forget_gap(self) -> None:
         """A step had no result: what follows it is not measured from the one before."""
@@ -100,7 +103,8 @@ class StepCost:
             return config.chunk_tokens
         limit_s = MARGIN * config.inter_token_s
         best = config.block_tokens
-        for tokens in config.prefill_tokens:
+        # One rung at a time: a forecast for a program that did not run lately may be far off.
+        for tokens in config.prefill_tokens[: self._last_rung + 2]:
             empty_s, full_s = self.mixed_s(tokens, 0), self.mixed_s(tokens, tokens * start)
             if empty_s is None or full_s is None:
                 # Nothing is known: the smallest program is the least risk, and measures.
