@@ -39,7 +39,7 @@ def cost_model(journal: Path, target: Path, bench: Path | None) -> int:
     from headrace.serving.app.simulate_report import check_files, write_text
 
     check_files(output=target)
-    cost = fit_cost_model(journal, None if bench is None else _outside_ms(bench))
+    cost = fit_cost_model(journal, None if bench is None else outside_ms(bench))
     write_text("output", target, json.dumps(cost.as_json(), indent=1) + "\n")
     console = Console()
     for name, program in cost.programs.items():
@@ -122,18 +122,26 @@ def simulate(workload: Path, cost_file: Path, **flags: Any) -> int:
     return 0
 
 
-def _outside_ms(path: Path) -> list[float]:
-    """Of each request of a bench: client's first token less the engine's. Raises: ConfigError."""
+def outside_ms(path: Path) -> list[float]:
+    """Of each request of a bench, of either loop: client's first token less the engine's. Raises: ConfigError."""
     value = _read_json("bench", path)
     found = []
-    for request in value.get("requests", []) if isinstance(value, dict) else []:
-        own_ms = (request.get("server") or {}).get("first_token_ms")
-        first_s, sent_s = request.get("first_s"), request.get("sent_s")
-        if None not in (own_ms, first_s, sent_s):
-            found.append(1e3 * (first_s - sent_s) - own_ms)
+    for part in (value, *_objects(value, "runs")):
+        for request in _objects(part, "requests"):
+            server = request.get("server")
+            own_ms = server.get("first_token_ms") if isinstance(server, dict) else None
+            times = (own_ms, request.get("first_s"), request.get("sent_s"))
+            if all(isinstance(time, int | float) for time in times):
+                found.append(1e3 * (request["first_s"] - request["sent_s"]) - own_ms)
     if not found:
         raise ConfigError(f"--bench {path} has no request with the server's own times; use the native API")
     return found
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    """Those of a list in a JSON object."""
+    listed = value.get(name) if isinstance(value, dict) else None
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
 
 
 def _read_json(option: str, path: Path) -> Any:

@@ -25,6 +25,7 @@ REASONS = {
     "deadline_exceeded": RejectionReason.DEADLINE,
     "context_exceeded": RejectionReason.CONTEXT_EXCEEDED,
     "never_fits": RejectionReason.NEVER_FITS,
+    "invalid_value": RejectionReason.INVALID,
 }
 """By the code of an error; all others are the server's being full."""
 

@@ -23,6 +23,7 @@ from headrace.serving.core.simulated_service import (
     simulate_service,
 )
 from headrace.serving.core.tenant_policy import TenantPolicy
+from headrace.serving.edge.terms import PRIORITIES
 
 NUM_IDS = 30_000
 """Stand-ins for token ids: a word always gets the same one, so shared beginnings are shared."""
@@ -159,17 +160,22 @@ def _arrivals(
             cache_namespace=sha256(tenant.encode()).digest(),
             tenant=tenant,
             weight=policy.weight,
-            priority=_priority(planned.priority, policy),
+            priority=_priority(index, planned.priority, policy),
             deadline_ms=deadline_ms,
         )
         yield ServiceRequest(at_s=planned.at_s, request=request, cancel_after_s=planned.cancel_after_s)
 
 
-def _priority(asked: int | str | None, policy: TenantPolicy) -> Priority:
+def _priority(index: int, asked: int | str | None, policy: TenantPolicy) -> Priority:
+    """What is above the policy's is refused by the gate, as by a server. Raises: ConfigError for one that is none."""
     if asked is None:
         return policy.default_priority
-    wanted = Priority[asked.upper()] if isinstance(asked, str) else Priority(asked)
-    return max(wanted, policy.max_priority)
+    found = PRIORITIES.get(asked) if isinstance(asked, str) else None
+    if found is None:
+        raise ConfigError(
+            f"request {index + 1}: priority {asked!r} is none of {', '.join(PRIORITIES)}; a server would refuse it"
+        )
+    return found
 
 
 def _stand_ins(text: str, num_tokens: int) -> tuple[int, ...]:
