@@ -204,7 +204,7 @@ class _EventStream:
 
     def _tail(self, failure: Failure | None) -> bytes:
         if failure is not None:
-            return _event(failure.error.body()) + DONE
+            return _event(failure.error.event()) + DONE
         if self._job.options.include_usage:
             return _event(usage_chunk(self._job, list(self._ends.values()))) + DONE
         return DONE
