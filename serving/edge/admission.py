@@ -175,6 +175,7 @@ class AdmissionControl:
             refusal = self.budgets.correct(choice.hold, admitted.policy.limits, cost, now_s)
             if refusal is not None:
                 raise budget_error(refusal)
+            self._charge(choice, num_prompt + output, now_s)
             self.backlog.correct(choice.place, num_prompt, choice.place.output_tokens)
             own = self._sure_output(body, request.tenant, request.stop.max_tokens)
             self._require_in_time(choice.place, own, choice.ahead, admitted.deadline_s, now_s)
@@ -221,9 +222,14 @@ class AdmissionControl:
         now_s = self._clock()
         self.budgets.release(choice.hold, now_s)
         self.backlog.ended(choice.place)
+        self._charge(choice, num_tokens, now_s)
+
+    def _charge(self, choice: _Choice, num_tokens: int, now_s: float) -> None:
+        """What it takes of the bucket of tokens is now known to be so much."""
         buckets = self._buckets.get(choice.place.tenant)
         if choice.charged_tokens is not None and buckets is not None and buckets.tokens is not None:
             buckets.tokens.take(num_tokens - choice.charged_tokens, now_s)
+            choice.charged_tokens = num_tokens
 
     # Forecasts
 

@@ -170,6 +170,14 @@ async def test_rates_of_requests_and_of_tokens() -> None:
     await bench.start([[1]], tenant="another")
 
 
+async def test_the_bucket_of_tokens_knows_a_prompt_once_it_is_tokenized() -> None:
+    bench = Bench(policies={"t": TenantPolicy(tokens=Rate(10.0, 100))})
+    await bench.start("x" * 150)  # Nothing says yet how many tokens a byte is.
+    assert (await bench.refused("x")).retry_after_ms == pytest.approx(1000 * (10 - (100 - 158)) / 10, abs=1)
+    bench.engine.finish(bench.engine.submitted[0].request_id, FinishReason.CANCELLED)
+    assert (await bench.refused("x" * 100)).retry_after_ms == pytest.approx(1000 * (100 - (100 - 150)) / 10, abs=1)
+
+
 # The cache
 
 
