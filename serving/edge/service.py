@@ -330,6 +330,8 @@ class Service:
 
     def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None:
         self.admission.on_token(generation, now_s)
+        if generation.drops_output:  # Nobody gets that token, and usage does not count it.
+            return
         if previous_s is None:
             self.metrics.first_token(now_s - generation.created_s)
         else:

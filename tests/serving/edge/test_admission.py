@@ -191,6 +191,9 @@ async def test_generate_false_computes_the_prompt_and_gives_nothing() -> None:
     assert isinstance(done, Done)
     assert (done.finish_reason, done.stop_reason) == ("length", None)
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (7, 0)
+    lines = bench.service.metrics.exposition().decode().splitlines()
+    for name in ("generation_tokens_total", "time_to_first_token_seconds_count"):
+        assert [line.split()[-1] for line in lines if line.startswith(f"headrace_{name}{{")] == ["0.0"]
     assert bench.is_clean()
 
 
