@@ -12,6 +12,8 @@ from headrace.serving.core.errors import ConfigError
 
 MAX_REPLICAS = 256
 MAX_JSON_BYTES = 256 << 20
+MAX_PAGES = 10_000_000
+COUNT = click.IntRange(1, 1_000_000_000)
 
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -60,15 +62,15 @@ def cost_model(journal: Path, target: Path, bench: Path | None) -> int:
 @server("--cost-model", "cost_file", type=A_FILE, required=True, help="Measured step times, by headrace cost-model.")
 @server("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=1, help="Servers behind a router.")
 @server("--tenants", type=A_FILE, help="As for serve: weights, priorities, budgets and rates.")
-@server("--max-streams", "num_slots", type=int, help="As for serve.  [default: as measured, also below]")
-@server("--pages", "num_pages", type=int, help="Pages of KV memory of each copy of the model.")
-@server("--chunk-tokens", type=int, help="Most prompt tokens of one step.")
-@server("--context", "max_context", type=int, help="Most tokens of a request.")
-@server("--max-queued", "max_queued_requests", type=int, help="Requests that may wait.")
-@server("--max-queued-tokens", "max_queued_prompt_tokens", type=int, help="Prompt tokens that may wait.")
+@server("--max-streams", "num_slots", type=click.IntRange(1, 65_536), help="As for serve.  [default: as measured, also below]")
+@server("--pages", "num_pages", type=click.IntRange(2, MAX_PAGES), help="Pages of KV memory of each copy of the model.")
+@server("--chunk-tokens", type=click.IntRange(1, 1 << 20), help="Most prompt tokens of one step.")
+@server("--context", "max_context", type=click.IntRange(2, 1 << 24), help="Most tokens of a request.")
+@server("--max-queued", "max_queued_requests", type=COUNT, help="Requests that may wait.")
+@server("--max-queued-tokens", "max_queued_prompt_tokens", type=COUNT, help="Prompt tokens that may wait.")
 @server("--prefix-cache/--no-prefix-cache", default=None, help="Reuse the KV of prompts seen before.")
 @server("--inter-token-ms", type=click.FloatRange(0, min_open=True), help="Objective for the gap between tokens.")
-@server("--swap-pages", "num_swap_pages", type=int, help="Host pages for preempted requests.")
+@server("--swap-pages", "num_swap_pages", type=click.IntRange(0, MAX_PAGES), help="Host pages for preempted requests.")
 @server("--first-token-ms", type=click.IntRange(1), help="Refuse what would wait longer for its first token.")
 @output("--seed", type=int, default=0, help="Of the deviations that step times get.")
 @output("--csv", "csv_file", type=NEW_FILE, help="One line for each request.")

@@ -44,16 +44,17 @@ class SamePolicy:
 
 class TenantFile:
     """The policies of one file. key_names: of the server's keys; a table for another tenant is a slip of the pen. Later
-    the keys may change before or after this file, so names are then no longer held against them."""
+    the keys may change before or after this file, so names are then no longer held against them. None: there are no
+    keys to hold them against."""
 
-    def __init__(self, path: Path, key_names: Collection[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, key_names: Collection[str] | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError naming file, table, key, limit and remedy."""
         self._file = WatchedFile(
             path, read_policies, what=FILE, of="the policies of tenants", log=_log, clock=clock, is_slow=True
         )
-        unknown = sorted(set(self._file.value[1]) - set(key_names))
+        unknown = [] if key_names is None else sorted(set(self._file.value[1]) - set(key_names))
         if unknown:
-            known = ", ".join(sorted(key_names)) or "none: without --api-keys only [default] counts"
+            known = ", ".join(sorted(key_names or ())) or "none: without --api-keys only [default] counts"
             raise ConfigError(f"{path} [tenants.{unknown[0]}]: no key has that name; the keys' names are {known}")
 
     def of(self, tenant: str) -> TenantPolicy:

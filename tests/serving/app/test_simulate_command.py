@@ -4,6 +4,7 @@ import csv
 import json
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -125,3 +126,21 @@ def test_a_file_without_the_servers_times_is_named(tmp_path: Path, text: str) ->
     path.write_text(text)
     with pytest.raises(ConfigError, match="bench.json has no request with the server's own times"):
         outside_ms(path)
+
+
+def test_the_servers_own_tenant_file_does(files: tuple[str, str], tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[tenants.one]\nweight = 2\n[tenants.absent]\nweight = 3\n")
+    assert "40 answered" in run(files, "--tenants", str(tenants))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--max-streams", "0"), ("--pages", "0"), ("--chunk-tokens", "0"), ("--context", "0"), ("--max-queued", "0"),
+     ("--chunk-tokens", "50"), ("--swap-pages", "-1"), ("--max-queued-tokens", "-5"), ("--max-streams", "100000000")],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_named(files: tuple[str, str], options: tuple[str, str]) -> None:
+    with pytest.raises((ConfigError, click.BadParameter)) as refused:
+        run(files, *options)
+    error = refused.value
+    assert options[0] in (error.format_message() if isinstance(error, click.BadParameter) else str(error))
