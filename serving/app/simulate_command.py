@@ -62,7 +62,12 @@ def cost_model(journal: Path, target: Path, bench: Path | None) -> int:
 @server("--cost-model", "cost_file", type=A_FILE, required=True, help="Measured step times, by headrace cost-model.")
 @server("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=1, help="Servers behind a router.")
 @server("--tenants", type=A_FILE, help="As for serve: weights, priorities, budgets and rates.")
-@server("--max-streams", "num_slots", type=click.IntRange(1, 65_536), help="As for serve.  [default: as measured, also below]")
+@server(
+    "--max-streams",
+    "num_slots",
+    type=click.IntRange(1, 65_536),
+    help="As for serve.  [default: as measured, also below]",
+)
 @server("--pages", "num_pages", type=click.IntRange(2, MAX_PAGES), help="Pages of KV memory of each copy of the model.")
 @server("--chunk-tokens", type=click.IntRange(1, 1 << 20), help="Most prompt tokens of one step.")
 @server("--context", "max_context", type=click.IntRange(2, 1 << 24), help="Most tokens of a request.")

@@ -47,7 +47,9 @@ class TenantFile:
     the keys may change before or after this file, so names are then no longer held against them. None: there are no
     keys to hold them against."""
 
-    def __init__(self, path: Path, key_names: Collection[str] | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, key_names: Collection[str] | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Raises ConfigError naming file, table, key, limit and remedy."""
         self._file = WatchedFile(
             path, read_policies, what=FILE, of="the policies of tenants", log=_log, clock=clock, is_slow=True
