@@ -277,3 +277,25 @@ async def test_a_record_that_cannot_run_here_is_told_of_and_one_that_came_with_u
     record = record_of(service)
     assert "longer than the context" in (probe_of(service, engine, record).fault or "")
     assert probe_of(service, engine, shipped=(record,)).status == "unrecorded"
+
+
+async def test_a_fault_of_the_probe_itself_proves_nothing_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(reply=REPLY)
+    service = make_service(engine)
+    probe = probe_of(service, engine, record_of(service))
+    monkeypatch.setattr("headrace.serving.edge.probe.RETRY_S", 0.01)
+    encode, faults = probe._encode, iter([RuntimeError("the process is gone")])
+
+    async def fails_once(text: str | None, messages: tuple[ChatTurn, ...] | None) -> Sequence[int]:
+        for fault in faults:
+            raise fault
+        return await encode(text, messages)
+
+    probe._encode = fails_once
+    async with running(probe):
+        assert await asyncio.wait_for(probe.wait_judged(), 5) is None
+    values = scrape(service)
+    assert values["headrace_probe_runs_total|faulty"] == values["headrace_probe_runs_total|passed"] == 1
+    assert "the process is gone" in caplog.text
