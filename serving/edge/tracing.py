@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.serving.core.request import FinishReason, Request
+from headrace.serving.core.request import CancelReason, FinishReason, Request
 from headrace.serving.core.text import OutputText, TextPiece
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
@@ -98,9 +98,18 @@ class TracedGeneration(Generation):
         taken = super().take()
         if isinstance(taken, Delta) and self.first_taken_s is None:
             self.first_taken_s = time.monotonic()
-        elif isinstance(taken, Done | Failure) and self.trace is not None:
-            self.trace.choice_ends(self)
+        elif isinstance(taken, Done | Failure):
+            self.outcome = taken  # A good end that came too late to be read is none.
+            if self.trace is not None:
+                self.trace.choice_ends(self)
         return taken
+
+    def cancel(self, reason: CancelReason) -> None:
+        """See ``Generation``. Behind the end it says that nobody takes that any more; but for a deadline, which makes
+        another end of it."""
+        super().cancel(reason)
+        if self.trace is not None and reason is not CancelReason.DEADLINE:
+            self.trace.choice_ends(self)
 
 
 class TracedService(Service):
