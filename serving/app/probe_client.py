@@ -242,4 +242,9 @@ async def contract_at(source: str, key: str | None) -> Contract:
         raise ConfigError(
             f"{source} holds no contract; save what 'headrace contract URL' prints, or give a probe record"
         )
-    return Contract(*parts)
+    found = Contract(*parts)
+    try:
+        _ = found.fingerprint, found.numerics_hash
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source} holds no contract: {error}") from None
+    return found
