@@ -88,6 +88,7 @@ def simulate(workload: Path, cost_file: Path, **flags: Any) -> int:
     router sends each request to the replica with the fewest tokens that are not done. Every answer has max_tokens.
     Standard output gets a table.
     """
+    from headrace.serving.app.console import ProgressDisplay
     from headrace.serving.app.cost_model_fit import config_of
     from headrace.serving.app.simulate_gate import make_gates
     from headrace.serving.app.simulate_report import check_files, print_result, result_of, write_csv, write_json
@@ -106,16 +107,18 @@ def simulate(workload: Path, cost_file: Path, **flags: Any) -> int:
     config = changed_config(config_of(cost, str(cost_file)), changes)
     planned = load_workload(workload)
     gates, policies = make_gates(flags["replicas"], config, flags["tenants"], flags["first_token_ms"], planned.tenants)
-    found = simulate_traffic(
-        planned,
-        cost,
-        config,
-        gates,
-        policies=policies,
-        objective=objective,
-        tokens_per_word=flags["tokens_per_word"],
-        seed=flags["seed"],
-    )
+    with ProgressDisplay(Console(stderr=True)) as display:
+        found = simulate_traffic(
+            planned,
+            cost,
+            config,
+            gates,
+            policies=policies,
+            objective=objective,
+            tokens_per_word=flags["tokens_per_word"],
+            seed=flags["seed"],
+            watch=lambda done: display.update(f"simulating {workload.name}", done, len(planned.requests)),
+        )
     result = result_of(found, cost, flags["replicas"], planned.hash, planned.description)
     print_result(result, Console())
     if csv_file is not None:

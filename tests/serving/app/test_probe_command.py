@@ -91,7 +91,7 @@ def test_wrong_use(tmp_path: Path) -> None:
             contract,
             ("--diff", str(loose), str(loose)),
             ConfigError,
-            "loose.json holds no contract: a value of type float",
+            "loose.json holds no contract: a value",
         ),
         (contract, ("--diff", "absent", url), ConfigError, "neither a URL nor a file"),
         (contract, ("h:8000", "--api-key-file", str(empty)), ConfigError, "is not a server's URL"),

@@ -62,6 +62,7 @@ def test_a_light_load_is_answered_and_every_file_says_the_same(files: tuple[str,
     paths = [tmp_path / name for name in ("out.csv", "out.json", "out.html")]
     text = run(files, "--csv", str(paths[0]), "--json", str(paths[1]), "--plot", str(paths[2]))
     assert "40 answered, 0 refused, 0 failed" in text and "goodput" in text and "100.0%" in text
+    assert "simulating workload.jsonl" in text  # how far it is, on standard error
     rows = list(csv.DictReader(paths[0].read_text().splitlines()))
     assert [row["outcome"] for row in rows] == ["length"] * 40
     figures = json.loads(paths[1].read_text())["figures"]
