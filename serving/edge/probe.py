@@ -305,6 +305,8 @@ class ReadinessProbe:
             except ApiError as error:
                 if error.code == ErrorCode.QUEUE_FULL:
                     raise _Inconclusive("late") from None
+                if error.code == ErrorCode.INTERNAL:  # of the process that encodes, not of what it would have said
+                    raise _Inconclusive("lost") from None
                 return f"{part} differs: prompt {prompt.name!r} is refused with {error.code}"
             if ids != prompt.prompt_ids:
                 return f"{part} differs: prompt {prompt.name!r} becomes other ids than recorded"
