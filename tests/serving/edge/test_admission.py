@@ -138,6 +138,16 @@ async def test_what_never_fits_a_limit_gets_a_remedy_and_no_hint() -> None:
     await bench.start("a" * 91)
 
 
+async def test_many_prompts_in_one_request_are_no_way_around_a_limit() -> None:
+    for limits, number in (({"tokens_in_flight": 100}, "144 tokens in flight"), ({"pages": 6}, "9 pages")):
+        bench = Bench(policies={"t": TenantPolicy(limits=BudgetLimits(**limits))})
+        error = await bench.refused([[1] * 40] * 3)
+        assert (error.code, error.retry_after_ms) == ("rate_limited", None)
+        assert f"needs {number}" in error.message and "fewer prompts" in error.message
+        assert bench.is_clean()
+        await bench.start([[1] * 40] * 2)
+
+
 async def test_output_is_reckoned_as_it_was_before() -> None:
     bench = Bench(FakeEngine(auto=False, reply=b"abc"))
     for _ in range(3):
