@@ -64,7 +64,7 @@ def read_prefixes(path: Path) -> tuple[DeclaredPrefix, ...]:
     """Raises ConfigError naming file, entry, key and remedy; it repeats no text."""
     try:
         document = tomllib.loads(read_text(path, "file of shared prefixes", MAX_BYTES))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"the file of shared prefixes {path} is not TOML: {error}") from None
     entries = document.get("prefix")
     if set(document) != {"prefix"} or not isinstance(entries, list):

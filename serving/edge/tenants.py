@@ -164,5 +164,5 @@ def _shown(name: str) -> str:
 def _document(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path, FILE, MAX_BYTES))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"the {FILE} {path} is not TOML: {error}") from None

@@ -11,6 +11,7 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.rate_limit import Rate
 from headrace.serving.core.request import Priority
 from headrace.serving.core.tenant_policy import BudgetLimits, TenantPolicy
+from headrace.serving.edge.shared_prefixes import read_prefixes
 from headrace.serving.edge.tenants import SETTINGS, TenantFile, read_policies
 
 FULL = """
@@ -142,3 +143,11 @@ def test_the_file_in_the_readme_can_be_read(tmp_path: Path) -> None:
     assert (tenants["ops"].max_priority.name, tenants["ops"].sees_tenants, tenants["ops"].tokens) == (
         "HIGH", True, Rate(2000.0, 2000.0),
     )  # fmt: skip
+
+
+def test_a_file_that_no_parser_gets_to_the_end_of_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "deep.toml", "a = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"deep.toml is not TOML"):
+        read_policies(path)
+    with pytest.raises(ConfigError, match=r"deep.toml is not TOML"):
+        read_prefixes(path)
