@@ -31,9 +31,11 @@ class Traces:
         self.all.append(trace)
 
 
-def traced_service(engine: FakeEngine, traces: Traces) -> TracedService:
+def traced_service(engine: FakeEngine, traces: Traces, **others: Any) -> TracedService:
     config = ServiceConfig(model_names=("fake",), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
-    return TracedService(config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate(), sink=traces)
+    return TracedService(
+        config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate(), sink=traces, **others
+    )
 
 
 async def answer(service: TracedService, body: dict[str, object], headers: dict[str, str]) -> httpx.Response:
@@ -118,11 +120,12 @@ async def test_an_end_that_nobody_takes_ends_the_trace_too() -> None:
 
 async def test_what_was_not_read_by_its_deadline_is_a_failure_in_the_trace() -> None:
     traces, engine = Traces(), FakeEngine()
-    service = traced_service(engine, traces)
-    terms = Terms(arrival_s=time.monotonic(), deadline_ms=100)
+    now_s = [time.monotonic()]
+    service = traced_service(engine, traces, clock=lambda: now_s[0])
+    terms = Terms(arrival_s=now_s[0], deadline_ms=10_000)
     job = await service.start("completion", {"prompt": "x", "max_tokens": 2}, terms=terms)
     await job.generations[0].wait_end()
-    await asyncio.sleep(0.11)
+    now_s[0] += 11
     assert isinstance(job.generations[0].take(), Failure)
     (trace,) = traces.all
     assert trace.error == "deadline_exceeded"
