@@ -120,8 +120,10 @@ class Budgets:
         return tuple(holds)
 
     def too_large(self, tenant: str, limits: BudgetLimits, costs: Sequence[Cost]) -> BudgetRefusal | None:
-        """Of a whole request whose costs are known: why it can never be held, whatever else there is."""
-        for budget in (Budget.TOKENS_IN_FLIGHT, Budget.PAGES):
+        """Of a whole request whose costs are known: why it can never be held, whatever else there is. A single prompt
+        that is longer than a queue may wait where nothing else does; several that are so together may not."""
+        several = (Budget.QUEUED_TOKENS,) if len(costs) > 1 else ()
+        for budget in (*several, Budget.TOKENS_IN_FLIGHT, Budget.PAGES):
             asked = sum(cost.of(budget) for cost in costs)
             for name, limit in ((tenant, limits.of(budget)), (None, self.limits.of(budget))):
                 if limit is not None and asked > limit:

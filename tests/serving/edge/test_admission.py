@@ -148,6 +148,14 @@ async def test_many_prompts_in_one_request_are_no_way_around_a_limit() -> None:
         await bench.start([[1] * 40] * 2)
 
 
+async def test_many_prompts_that_no_queue_holds_are_not_begun() -> None:
+    bench = Bench(max_queued_prompt_tokens=100)
+    error = await bench.refused([[1] * 40] * 3)
+    assert (error.code, error.status, error.retry_after_ms) == ("queue_full", 429, None)
+    assert "needs 120 prompt tokens" in error.message and bench.is_clean()
+    await bench.start([[1] * 120])  # A single one passes where nothing waits.
+
+
 async def test_output_is_reckoned_as_it_was_before() -> None:
     bench = Bench(FakeEngine(auto=False, reply=b"abc"))
     for _ in range(3):
