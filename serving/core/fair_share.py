@@ -69,9 +69,9 @@ class FairShare:
         if not is_busy:
             self._last_idle_s = None
 
-    def slots_of(self, tenant: Tenant, num_slots: int) -> float:
-        """The tenant's share of the slots, by weight among the active."""
-        return num_slots * tenant.weight / sum(t.weight for t in self._tenants.values() if t.num_live)
+    def part_of(self, tenant: Tenant, whole: int) -> float:
+        """The tenant's share of a whole, by weight among the active."""
+        return whole * tenant.weight / sum(t.weight for t in self._tenants.values() if t.num_live)
 
     def awaits_another(self, now_s: float, window_s: float) -> bool:
         """A tenant has become idle within the window, and may come back."""
