@@ -4,6 +4,7 @@ Nothing here knows OpenTelemetry: a finished trace goes to a ``TraceSink``. Only
 others have ``Service`` and ``Generation`` as they are. No span holds text, ids of tokens, or a key.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -127,6 +128,9 @@ class TracedService(Service):
             job = await super().start(endpoint, body, **terms)
         except ApiError as error:
             trace.refused(endpoint, error.code)
+            raise
+        except asyncio.CancelledError:
+            trace.refused(endpoint, FinishReason.CANCELLED.value)
             raise
         except Exception:
             trace.refused(endpoint, ErrorCode.INTERNAL)

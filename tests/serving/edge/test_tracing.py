@@ -106,6 +106,17 @@ async def test_refused_failed_and_abandoned_requests_have_traces_too() -> None:
     assert [span.name for span in failed.spans] == ["edge"]
 
 
+async def test_a_client_that_leaves_before_it_is_admitted_has_a_trace() -> None:
+    traces, engine = Traces(), FakeEngine()
+    task = asyncio.create_task(traced_service(engine, traces).start("completion", {"prompt": "x"}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (trace,) = traces.all
+    assert (trace.error, trace.spans, engine.submitted) == ("cancelled", (), [])
+
+
 async def test_an_end_that_nobody_takes_ends_the_trace_too() -> None:
     traces, engine = Traces(), FakeEngine()
     service = traced_service(engine, traces)
