@@ -131,7 +131,7 @@ def _find_model(name: str, cache_dir: Path | None) -> ResolvedModel:
     help="How long ranks wait for each other at the start.  [default: 120]",
 )
 @limit_options
-@memory("--max-queued", type=int, default=512, help="Requests that may wait; more are refused as overloaded.")
+@memory("--max-queued", type=int, default=512, help="Requests that may wait; more are refused with queue_full.")
 @memory("--max-queued-tokens", type=int, default=524_288, help="Prompt tokens that may wait.")
 @running("--drain-seconds", type=click.FloatRange(0), default=30.0, help="How long SIGTERM lets requests go on.")
 @running("--restart-engine", is_flag=True, help="Start a dead engine again instead of ending with an error.")

@@ -60,7 +60,7 @@ def _check_events(body: bytes) -> str:
         raise Wrong(f"an event stream without an end: {body[-200:]!r}")
     for event in events:
         if event != b"[DONE]" and "error" in (value := json.loads(event)):
-            error = value["error"]
+            error = {name: part for name, part in value["error"].items() if name != "retry_after_ms"}
             return check_error(error, ERROR_TABLE[ErrorCode(error["code"])].status)
     if events[-1] != b"[DONE]":
         raise Wrong(f"an event stream that ends with {events[-1][:200]!r}")

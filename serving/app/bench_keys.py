@@ -1,4 +1,4 @@
-"""Keys that a bench asks with: one for all, or one for each tenant of a workload. Never shown."""
+"""Keys that our own clients ask with: one for all, or one for each tenant of a workload. Never shown."""
 
 from pathlib import Path
 
@@ -10,8 +10,10 @@ MAX_KEYS_FILE_BYTES = 1 << 20
 MAX_KEY_CHARS = 512
 
 
-def read_key(path: Path) -> str:
-    """The first line of --api-key-file. Raises: ConfigError."""
+def read_key(path: Path | None) -> str | None:
+    """The first line of --api-key-file; None without one. Raises: ConfigError."""
+    if path is None:
+        return None
     lines = _text("--api-key-file", path, MAX_KEY_FILE_BYTES).splitlines()
     if not lines or not lines[0].strip():
         raise ConfigError(f"--api-key-file {path}: its first line is empty; put the key there")
@@ -46,6 +48,9 @@ def read_keys(path: Path) -> dict[str, str]:
 def _text(option: str, path: Path, most: int) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(most).decode("ascii")
+            raw = file.read(most + 1)
+        if len(raw) > most:
+            raise ConfigError(f"{option} {path} has more than {most:,} bytes")
+        return raw.decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {path} cannot be read: {error}") from None

@@ -59,7 +59,7 @@ class BenchRequest:
             check_plot(self.plot)
         return Server(
             base=base_of(self.url),
-            key=None if self.api_key_file is None else read_key(self.api_key_file),
+            key=read_key(self.api_key_file),
             keys={} if self.keys is None else read_keys(self.keys),
             limit_s=self.timeout_s,
         )

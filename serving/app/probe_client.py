@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,7 +31,6 @@ from headrace.serving.core.probe import (
 ANSWER_LIMIT_S = 300.0
 CONNECT_S = 10.0
 MAX_DOCUMENT_BYTES = 4 << 20
-MAX_KEY_BYTES = 4096
 FLOAT32_TOLERANCE = 1e-3
 """Other shapes and back ends of float32 stay within 2e-4 of each other (check-golden)."""
 NARROW_TOLERANCE = 0.1
@@ -51,20 +49,6 @@ CHAT = (
 
 class ServerError(RuntimeError):
     """The server cannot be asked, or answers with a refusal; the text names URL and remedy."""
-
-
-def read_key(path: Path | None) -> str | None:
-    """The first line of a file. Raises: ConfigError."""
-    if path is None:
-        return None
-    try:
-        with path.open("rb") as file:
-            lines = file.read(MAX_KEY_BYTES).decode("ascii").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"--api-key-file {path}: its first line is empty; put the key there")
-    return lines[0].strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,4 +242,9 @@ async def contract_at(source: str, key: str | None) -> Contract:
         raise ConfigError(
             f"{source} holds no contract; save what 'headrace contract URL' prints, or give a probe record"
         )
-    return Contract(*parts)
+    found = Contract(*parts)
+    try:
+        _ = found.fingerprint, found.numerics_hash
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source} holds no contract: {error}") from None
+    return found

@@ -72,7 +72,8 @@ def contract(url: str | None, diff: tuple[str, str] | None, api_key_file: Path |
     With --diff, standard output gets a line for each part that differs, first of the contract, then of the numerics.
     The exit code is 0 when all is the same, 1 when something differs or a server cannot be asked, 2 for wrong use.
     """
-    from headrace.serving.app.probe_client import Probed, contract_at, read_key
+    from headrace.serving.app.bench_keys import read_key
+    from headrace.serving.app.probe_client import Probed, contract_at
 
     if (url is None) == (diff is None):
         raise click.UsageError("give a URL, or --diff A B")
@@ -124,7 +125,8 @@ def probe() -> None:
 @KEY_FILE
 def record_command(url: str, output: Path, tokens: int, tolerance: float | None, api_key_file: Path | None) -> int:
     """Ask the server at URL the fixed prompts, twice, and write the record to a file."""
-    from headrace.serving.app.probe_client import Probed, read_key, record
+    from headrace.serving.app.bench_keys import read_key
+    from headrace.serving.app.probe_client import Probed, record
     from headrace.serving.edge.probe_files import record_bytes
 
     server = Probed(url, read_key(api_key_file))
@@ -150,7 +152,8 @@ def check_command(url: str, file: Path, api_key_file: Path | None) -> int:
     Standard output gets a line for each part that differs. The exit code is 0 when none does, 1 when one does or the
     server cannot be asked, 2 for a file that is no record.
     """
-    from headrace.serving.app.probe_client import Probed, check, read_key
+    from headrace.serving.app.bench_keys import read_key
+    from headrace.serving.app.probe_client import Probed, check
     from headrace.serving.edge.probe_files import read_record
 
     wanted = read_record(file)

@@ -12,6 +12,8 @@ from headrace.serving.core.errors import ConfigError
 
 MAX_REPLICAS = 256
 MAX_JSON_BYTES = 256 << 20
+MAX_PAGES = 10_000_000
+COUNT = click.IntRange(1, 1_000_000_000)
 
 A_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -39,7 +41,7 @@ def cost_model(journal: Path, target: Path, bench: Path | None) -> int:
     from headrace.serving.app.simulate_report import check_files, write_text
 
     check_files(output=target)
-    cost = fit_cost_model(journal, None if bench is None else _outside_ms(bench))
+    cost = fit_cost_model(journal, None if bench is None else outside_ms(bench))
     write_text("output", target, json.dumps(cost.as_json(), indent=1) + "\n")
     console = Console()
     for name, program in cost.programs.items():
@@ -60,15 +62,20 @@ def cost_model(journal: Path, target: Path, bench: Path | None) -> int:
 @server("--cost-model", "cost_file", type=A_FILE, required=True, help="Measured step times, by headrace cost-model.")
 @server("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=1, help="Servers behind a router.")
 @server("--tenants", type=A_FILE, help="As for serve: weights, priorities, budgets and rates.")
-@server("--max-streams", "num_slots", type=int, help="As for serve.  [default: as measured, also below]")
-@server("--pages", "num_pages", type=int, help="Pages of KV memory of each copy of the model.")
-@server("--chunk-tokens", type=int, help="Most prompt tokens of one step.")
-@server("--context", "max_context", type=int, help="Most tokens of a request.")
-@server("--max-queued", "max_queued_requests", type=int, help="Requests that may wait.")
-@server("--max-queued-tokens", "max_queued_prompt_tokens", type=int, help="Prompt tokens that may wait.")
+@server(
+    "--max-streams",
+    "num_slots",
+    type=click.IntRange(1, 65_536),
+    help="As for serve.  [default: as measured, also below]",
+)
+@server("--pages", "num_pages", type=click.IntRange(2, MAX_PAGES), help="Pages of KV memory of each copy of the model.")
+@server("--chunk-tokens", type=click.IntRange(1, 1 << 20), help="Most prompt tokens of one step.")
+@server("--context", "max_context", type=click.IntRange(2, 1 << 24), help="Most tokens of a request.")
+@server("--max-queued", "max_queued_requests", type=COUNT, help="Requests that may wait.")
+@server("--max-queued-tokens", "max_queued_prompt_tokens", type=COUNT, help="Prompt tokens that may wait.")
 @server("--prefix-cache/--no-prefix-cache", default=None, help="Reuse the KV of prompts seen before.")
 @server("--inter-token-ms", type=click.FloatRange(0, min_open=True), help="Objective for the gap between tokens.")
-@server("--swap-pages", "num_swap_pages", type=int, help="Host pages for preempted requests.")
+@server("--swap-pages", "num_swap_pages", type=click.IntRange(0, MAX_PAGES), help="Host pages for preempted requests.")
 @server("--first-token-ms", type=click.IntRange(1), help="Refuse what would wait longer for its first token.")
 @output("--seed", type=int, default=0, help="Of the deviations that step times get.")
 @output("--csv", "csv_file", type=NEW_FILE, help="One line for each request.")
@@ -81,6 +88,7 @@ def simulate(workload: Path, cost_file: Path, **flags: Any) -> int:
     router sends each request to the replica with the fewest tokens that are not done. Every answer has max_tokens.
     Standard output gets a table.
     """
+    from headrace.serving.app.console import ProgressDisplay
     from headrace.serving.app.cost_model_fit import config_of
     from headrace.serving.app.simulate_gate import make_gates
     from headrace.serving.app.simulate_report import check_files, print_result, result_of, write_csv, write_json
@@ -99,16 +107,18 @@ def simulate(workload: Path, cost_file: Path, **flags: Any) -> int:
     config = changed_config(config_of(cost, str(cost_file)), changes)
     planned = load_workload(workload)
     gates, policies = make_gates(flags["replicas"], config, flags["tenants"], flags["first_token_ms"], planned.tenants)
-    found = simulate_traffic(
-        planned,
-        cost,
-        config,
-        gates,
-        policies=policies,
-        objective=objective,
-        tokens_per_word=flags["tokens_per_word"],
-        seed=flags["seed"],
-    )
+    with ProgressDisplay(Console(stderr=True)) as display:
+        found = simulate_traffic(
+            planned,
+            cost,
+            config,
+            gates,
+            policies=policies,
+            objective=objective,
+            tokens_per_word=flags["tokens_per_word"],
+            seed=flags["seed"],
+            watch=lambda done: display.update(f"simulating {workload.name}", done, len(planned.requests)),
+        )
     result = result_of(found, cost, flags["replicas"], planned.hash, planned.description)
     print_result(result, Console())
     if csv_file is not None:
@@ -122,18 +132,26 @@ def simulate(workload: Path, cost_file: Path, **flags: Any) -> int:
     return 0
 
 
-def _outside_ms(path: Path) -> list[float]:
-    """Of each request of a bench: client's first token less the engine's. Raises: ConfigError."""
+def outside_ms(path: Path) -> list[float]:
+    """Of each request of a bench, of either loop: client's first token less the engine's. Raises: ConfigError."""
     value = _read_json("bench", path)
     found = []
-    for request in value.get("requests", []) if isinstance(value, dict) else []:
-        own_ms = (request.get("server") or {}).get("first_token_ms")
-        first_s, sent_s = request.get("first_s"), request.get("sent_s")
-        if None not in (own_ms, first_s, sent_s):
-            found.append(1e3 * (first_s - sent_s) - own_ms)
+    for part in (value, *_objects(value, "runs")):
+        for request in _objects(part, "requests"):
+            server = request.get("server")
+            own_ms = server.get("first_token_ms") if isinstance(server, dict) else None
+            times = (own_ms, request.get("first_s"), request.get("sent_s"))
+            if all(isinstance(time, int | float) for time in times):
+                found.append(1e3 * (request["first_s"] - request["sent_s"]) - own_ms)
     if not found:
         raise ConfigError(f"--bench {path} has no request with the server's own times; use the native API")
     return found
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    """Those of a list in a JSON object."""
+    listed = value.get(name) if isinstance(value, dict) else None
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
 
 
 def _read_json(option: str, path: Path) -> Any:

@@ -25,6 +25,7 @@ REASONS = {
     "deadline_exceeded": RejectionReason.DEADLINE,
     "context_exceeded": RejectionReason.CONTEXT_EXCEEDED,
     "never_fits": RejectionReason.NEVER_FITS,
+    "invalid_value": RejectionReason.INVALID,
 }
 """By the code of an error; all others are the server's being full."""
 
@@ -125,7 +126,7 @@ def make_gates(
     tenants: Sequence[str],
 ) -> tuple[list[Gate], dict[str, TenantPolicy]]:
     """One for each replica, and the policies of the tenants. Raises: ConfigError naming the file."""
-    policies: Policies = SamePolicy() if tenant_file is None else TenantFile(tenant_file, tenants)
+    policies: Policies = SamePolicy() if tenant_file is None else TenantFile(tenant_file, None)
     limits = BudgetLimits(queued_requests=config.max_queued_requests, queued_tokens=config.max_queued_prompt_tokens)
     admission = AdmissionConfig(limits=limits, first_token_ms=first_token_ms, chunk_tokens=config.chunk_tokens)
     gates: list[Gate] = [AdmissionGate(config, policies, admission) for _ in range(num_replicas)]

@@ -1,7 +1,7 @@
 """An operator's question: what would this configuration give for this traffic? Answered by the real scheduler and the
 real admission in simulated time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -23,7 +23,9 @@ from headrace.serving.core.simulated_service import (
     simulate_service,
 )
 from headrace.serving.core.tenant_policy import TenantPolicy
+from headrace.serving.edge.terms import PRIORITIES
 
+TELL_REQUESTS = 100
 NUM_IDS = 30_000
 """Stand-ins for token ids: a word always gets the same one, so shared beginnings are shared."""
 
@@ -80,9 +82,11 @@ def simulate_traffic(
     objective: Objective | None,
     tokens_per_word: float = 1.0,
     seed: int = 0,
+    watch: Callable[[int], None] = lambda _: None,
 ) -> Simulated:
-    """gates: of each replica. policies: by tenant; a tenant without one has the default of ``TenantPolicy``."""
-    arrivals = _arrivals(workload, config, policies, tokens_per_word)
+    """gates: of each replica. policies: by tenant; a tenant without one has the default of ``TenantPolicy``. watch: is
+    told now and then how many requests have come."""
+    arrivals = _arrivals(workload, config, policies, tokens_per_word, watch)
     outcomes, samples = simulate_service(
         arrivals, config, cost, gates, seed=seed, duration_s=max(1e-3, workload.duration_s)
     )
@@ -143,9 +147,15 @@ def bench_outcome(index: int, outcome: ServiceOutcome, workload: WorkloadFile) -
 
 
 def _arrivals(
-    workload: WorkloadFile, config: SchedulerConfig, policies: dict[str, TenantPolicy], tokens_per_word: float
+    workload: WorkloadFile,
+    config: SchedulerConfig,
+    policies: dict[str, TenantPolicy],
+    tokens_per_word: float,
+    watch: Callable[[int], None],
 ) -> Iterator[ServiceRequest]:
     for index, planned in enumerate(workload.requests):
+        if index % TELL_REQUESTS == 0:
+            watch(index)
         tenant = planned.tenant or ""
         policy = policies.get(tenant, TenantPolicy())
         deadline_ms = policy.deadline_ms if planned.deadline_ms is None else planned.deadline_ms
@@ -159,17 +169,22 @@ def _arrivals(
             cache_namespace=sha256(tenant.encode()).digest(),
             tenant=tenant,
             weight=policy.weight,
-            priority=_priority(planned.priority, policy),
+            priority=_priority(index, planned.priority, policy),
             deadline_ms=deadline_ms,
         )
         yield ServiceRequest(at_s=planned.at_s, request=request, cancel_after_s=planned.cancel_after_s)
 
 
-def _priority(asked: int | str | None, policy: TenantPolicy) -> Priority:
+def _priority(index: int, asked: int | str | None, policy: TenantPolicy) -> Priority:
+    """What is above the policy's is refused by the gate, as by a server. Raises: ConfigError for one that is none."""
     if asked is None:
         return policy.default_priority
-    wanted = Priority[asked.upper()] if isinstance(asked, str) else Priority(asked)
-    return max(wanted, policy.max_priority)
+    found = PRIORITIES.get(asked) if isinstance(asked, str) else None
+    if found is None:
+        raise ConfigError(
+            f"request {index + 1}: priority {asked!r} is none of {', '.join(PRIORITIES)}; a server would refuse it"
+        )
+    return found
 
 
 def _stand_ins(text: str, num_tokens: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from headrace.serving.app.text_tools import TextTools
 from headrace.serving.edge.keys import KeyRing
 from headrace.serving.edge.prompt_ids import LocalEncoder
 from headrace.serving.edge.shared_prefixes import DeclaredPrefix, SharedPrefixes, encode_prefixes, read_prefixes
-from headrace.serving.edge.tenants import Policies, SamePolicy, TenantFile
+from headrace.serving.edge.tenants import SETTINGS, Policies, SamePolicy, TenantFile
 
 MAX_COUNT = 1_000_000_000
 
@@ -23,8 +23,8 @@ _FLAGS = (
     limits(
         "--tenants",
         type=_FILE,
-        help="TOML file of what tenants (names of keys) may use: [default] and [tenants.NAME] with weight, "
-        "max_priority, streams, tokens_in_flight, requests_per_second and others; read again when it changes.",
+        help="TOML file of what tenants (names of keys) may use: tables [default] and [tenants.NAME] with any of "
+        f"{', '.join(SETTINGS)}; read again when it changes.",
     ),
     limits(
         "--shared-prefixes",

@@ -119,16 +119,25 @@ class Budgets:
             holds.append(hold)
         return tuple(holds)
 
-    def correct(self, hold: Hold, limits: BudgetLimits, cost: Cost, now_s: float) -> BudgetRefusal | None:
-        """The cost is known now. A refusal, with the hold as it was, where the choice alone is more than a limit."""
-        for budget in (Budget.TOKENS_IN_FLIGHT, Budget.PAGES):
-            asked = cost.of(budget)
-            for name, limit in ((hold.tenant, limits.of(budget)), (None, self.limits.of(budget))):
+    def too_large(self, tenant: str, limits: BudgetLimits, costs: Sequence[Cost]) -> BudgetRefusal | None:
+        """Of a whole request whose costs are known: why it can never be held, whatever else there is. A single prompt
+        that is longer than a queue may wait where nothing else does; several that are so together may not."""
+        several = (Budget.QUEUED_TOKENS,) if len(costs) > 1 else ()
+        for budget in (*several, Budget.TOKENS_IN_FLIGHT, Budget.PAGES):
+            asked = sum(cost.of(budget) for cost in costs)
+            for name, limit in ((tenant, limits.of(budget)), (None, self.limits.of(budget))):
                 if limit is not None and asked > limit:
-                    used = self._account(hold.tenant).pots[budget].used
+                    used = self.used(budget, name)
                     return BudgetRefusal(
                         budget=budget, tenant=name, limit=limit, used=used, asked=asked, retry_after_ms=None
                     )
+        return None
+
+    def correct(self, hold: Hold, limits: BudgetLimits, cost: Cost, now_s: float) -> BudgetRefusal | None:
+        """The cost is known now. A refusal, with the hold as it was, where the choice alone is more than a limit."""
+        refusal = self.too_large(hold.tenant, limits, [cost])
+        if refusal is not None:
+            return refusal
         account = self._account(hold.tenant)
         for budget, held in hold.held.items():
             hold.held[budget] = cost.of(budget)

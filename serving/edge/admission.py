@@ -163,6 +163,17 @@ class AdmissionControl:
     ) -> tuple[Request, ...]:
         """The requests as the engine gets them, with exact sizes counted. Raises ApiError; ``abandon`` is then due."""
         now_s = self._clock()
+        costs = [
+            Cost(
+                prompt_tokens=len(request.prompt_ids),
+                output_tokens=self._history.expected_tokens(request.tenant, request.stop.max_tokens),
+                page_size=ready.page_size,
+            )
+            for request in requests
+        ]
+        refusal = self.budgets.too_large(requests[0].tenant, admitted.policy.limits, costs)
+        if refusal is not None:
+            raise budget_error(refusal)
         for index, request in enumerate(requests):
             choice = self._choices[request.request_id]
             num_prompt = len(request.prompt_ids)
@@ -170,11 +181,8 @@ class AdmissionControl:
                 ratio = num_prompt / max(1, sizes[index])
                 mean = self._tokens_per_byte
                 self._tokens_per_byte = ratio if not mean else mean + SMOOTHING * (ratio - mean)
-            output = self._history.expected_tokens(request.tenant, request.stop.max_tokens)
-            cost = Cost(prompt_tokens=num_prompt, output_tokens=output, page_size=ready.page_size)
-            refusal = self.budgets.correct(choice.hold, admitted.policy.limits, cost, now_s)
-            if refusal is not None:
-                raise budget_error(refusal)
+            self.budgets.correct(choice.hold, admitted.policy.limits, costs[index], now_s)
+            self._charge(choice, num_prompt + costs[index].output_tokens, now_s)
             self.backlog.correct(choice.place, num_prompt, choice.place.output_tokens)
             own = self._sure_output(body, request.tenant, request.stop.max_tokens)
             self._require_in_time(choice.place, own, choice.ahead, admitted.deadline_s, now_s)
@@ -221,9 +229,14 @@ class AdmissionControl:
         now_s = self._clock()
         self.budgets.release(choice.hold, now_s)
         self.backlog.ended(choice.place)
+        self._charge(choice, num_tokens, now_s)
+
+    def _charge(self, choice: _Choice, num_tokens: int, now_s: float) -> None:
+        """What it takes of the bucket of tokens is now known to be so much."""
         buckets = self._buckets.get(choice.place.tenant)
         if choice.charged_tokens is not None and buckets is not None and buckets.tokens is not None:
             buckets.tokens.take(num_tokens - choice.charged_tokens, now_s)
+            choice.charged_tokens = num_tokens
 
     # Forecasts
 

@@ -76,6 +76,7 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, object], *, allow_unknown:
     is_chat = endpoint is Endpoint.CHAT
     generate: bool = values.get("generate", True)
     num_logprobs = _chat_logprobs(values) if is_chat else values.get("logprobs")
+    max_tokens = _max_tokens(values, None if is_chat else DEFAULT_COMPLETION_TOKENS)
     if not generate:
         num_logprobs = None
     return ParsedBody(
@@ -84,7 +85,7 @@ def parse_body(endpoint: Endpoint, body: Mapping[str, object], *, allow_unknown:
         chat=chat_prompt(values) if is_chat else None,
         sampling=_sampling(values, num_logprobs),
         has_seed="seed" in values,
-        max_tokens=_max_tokens(values, None if is_chat else DEFAULT_COMPLETION_TOKENS) if generate else 1,
+        max_tokens=max_tokens if generate else 1,
         min_tokens=values.get("min_tokens", 0) if generate else 0,
         stop=values.get("stop", ()),
         stop_token_ids=tuple(dict.fromkeys(values.get("stop_token_ids", ()))),

@@ -150,9 +150,16 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_ms = retry_after_ms
 
-    def body(self) -> dict[str, object]:
+    def body(self) -> dict[str, dict[str, object]]:
         """OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def event(self) -> dict[str, dict[str, object]]:
+        """``body`` in the middle of a stream, whose headers are gone: retry_after_ms is in it."""
+        body = self.body()
+        if self.retry_after_ms is not None:
+            body["error"] = {**body["error"], "retry_after_ms": self.retry_after_ms}
+        return body
 
     def headers(self) -> dict[str, str]:
         """Retry-After in seconds, and in ms as the OpenAI SDKs read it."""

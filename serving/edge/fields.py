@@ -87,6 +87,13 @@ def _refused(name: str, *at_default: object, endpoints: tuple[Endpoint, ...] = B
     )
 
 
+def _elsewhere(name: str, *at_default: object, header: str, frames: str = "`create`") -> Field:
+    """Of a request, and not of its body."""
+    kind = OnlyDefault(at_default, f"the header {header}, or on the native WebSocket in {frames}")
+    note = f"of the header {header}, or of {frames}"
+    return Field(name=name, treatment=Treatment.REFUSED, kind=kind, note=note)
+
+
 _APPLIED: tuple[Field, ...] = (
     _applied("model", Text(256), "the served model", "another name than a served one is 404"),
     _applied("messages", Shaped(f"array of 1 to {MAX_MESSAGES} messages"), "required", "see *Messages*", CHAT),
@@ -172,8 +179,9 @@ _REFUSED: tuple[Field, ...] = (
     _refused("prompt_logprobs"),
     _refused("logits_processors", []),
     _refused("bad_words", []),
-    _refused("priority", 0, note="of the header x-headrace-priority, or of `create`"),
-    _refused("deadline_ms", note="of the header x-headrace-deadline-ms, or of `create`"),
+    _elsewhere("priority", 0, header="x-headrace-priority"),
+    _elsewhere("deadline_ms", header="x-headrace-deadline-ms"),
+    _elsewhere("expect_contract", header="x-headrace-expect-contract", frames="`hello` or `create`"),
     _refused("use_beam_search", False),
     _refused("length_penalty", 1, 1.0),
     _refused("early_stopping", False),

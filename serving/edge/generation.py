@@ -147,7 +147,7 @@ class Generation:
         self._watcher = watcher
         self._keep_token_ids = keep_token_ids
         self._include_stop = include_stop
-        self._drops_output = drops_output
+        self.drops_output = drops_output
         self._deadline_s = deadline_s
         self._clock = clock
         self._pacer = Pacer(pacing, self._tell, call_later)
@@ -262,7 +262,7 @@ class Generation:
         self._last_token_s = now_s
         if self.first_token_s is None:
             self.first_token_s = now_s
-        if self._drops_output:
+        if self.drops_output:
             return
         self._num_pending += 1
         self._num_total += 1
@@ -292,7 +292,7 @@ class Generation:
             return
         stop_reason: str | int | None = self._matched
         reason = FinishReason.STOP if self._matched is not None else finished.reason
-        if self._drops_output and reason is FinishReason.STOP:
+        if self.drops_output and reason is FinishReason.STOP:
             reason = FinishReason.LENGTH
         if stop_reason is None and reason is FinishReason.STOP:
             stop_reason = finished.stop_token_id

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.serving.core.errors import ConfigError
+from headrace.serving.edge.watched_file import WatchedFile, read_text
 
 MAX_KEY_CHARS = 512
 MAX_KEYS = 1024
-RELOAD_CHECK_S = 1.0
-"""How often, at most, the file is looked at."""
+MAX_BYTES = 1 << 20
+FILE = "key file"
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,64}):sha256:(?P<digest>[0-9a-fA-F]{64})")
 _log = logging.getLogger("headrace.keys")
@@ -56,11 +57,7 @@ class KeyRing:
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError naming file and line; it never repeats a line's content."""
-        self._path = path
-        self._clock = clock
-        self._stamp = _stamp(path)
-        self._entries = _read(path)
-        self._checked_s = clock()
+        self._file = WatchedFile(path, _read, what=FILE, of="the API keys", log=_log, clock=clock)
         self.warning = _permission_warning(path)
         if self.warning:
             _log.warning("%s", self.warning)
@@ -68,61 +65,32 @@ class KeyRing:
     @property
     def names(self) -> tuple[str, ...]:
         """Distinct names, in file order."""
-        return tuple(dict.fromkeys(name for name, _ in self._entries))
+        return tuple(dict.fromkeys(name for name, _ in self._file.value))
 
     def identify(self, key: str | bytes) -> Identity | None:
         """Whose key it is. The time does not depend on which entry matches, nor on how much of a key is right."""
-        self._reload_if_changed()
+        entries = self._file.value
         if not 0 < len(key) <= MAX_KEY_CHARS:
             return None
         digest = _digest(key)
         found: str | None = None
-        for name, expected in self._entries:
+        for name, expected in entries:
             if hmac.compare_digest(digest, expected):
                 found = name
         return None if found is None else Identity(found, digest)
 
     def is_current(self, identity: Identity) -> bool:
         """Whether the key that made this identity is still in the file."""
-        self._reload_if_changed()
-        return (identity.tenant, identity.digest) in self._entries
-
-    def _reload_if_changed(self) -> None:
-        now_s = self._clock()
-        if now_s - self._checked_s < RELOAD_CHECK_S:
-            return
-        self._checked_s = now_s
-        try:
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self._entries = _read(self._path)
-            _log.info("read %d API keys again from %s", len(self._entries), self._path)
-        except ConfigError as error:
-            _log.error("the API keys stay as they were: %s", error)
+        return (identity.tenant, identity.digest) in self._file.value
 
 
 def _digest(key: str | bytes) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape") if isinstance(key, str) else key).digest()
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Changes when the file is written or replaced."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from None
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
 def _read(path: Path) -> tuple[tuple[str, bytes], ...]:
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key file {path} cannot be read: {getattr(error, 'strerror', 'not UTF-8')}") from None
     entries = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, FILE, MAX_BYTES).splitlines(), 1):
         text = line.split("#", 1)[0].strip()
         if not text:
             continue

@@ -57,7 +57,7 @@ class EngineView(EngineReports, Protocol):
 ENGINE_COUNTERS: tuple[tuple[str, str, str, bool], ...] = (
     ("prefix_cache_queries", "prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.", True),
     ("prefix_cache_hits", "prefix_hits_tokens", "Prompt tokens found in the prefix cache.", True),
-    ("num_preemptions", "preemptions", "Requests that lost their pages and were computed again.", True),
+    ("num_preemptions", "preemptions", "Times that a request lost its pages: swapped, or computed again.", True),
     ("deadline_misses", "deadline_misses", "Accepted requests that their deadline ended in the engine.", False),
     ("engine_steps", "steps", "Steps of the engine.", False),
     ("engine_generated_tokens", "generation_tokens", "Tokens sampled, those behind a stop string included.", False),

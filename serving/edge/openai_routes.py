@@ -67,7 +67,8 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         expected = tuple(Request(scope).headers.getlist(EXPECT_HEADER))
-        self._service.refuse_unexpected(expected, EXPECT_HEADER)
+        tenant = scope.get("state", {}).get("tenant", "")
+        self._service.refuse_unexpected(expected, EXPECT_HEADER, tenant)
         try:
             terms = terms_of_headers(scope["headers"], time.monotonic())
             body = await read_object(scope, receive, max_bytes=self._service.config.max_body_bytes)
@@ -77,7 +78,6 @@ class GenerateEndpoint:
         gone = asyncio.create_task(_disconnected(receive), name="http-disconnect")
         job: Job | None = None
         try:
-            tenant = scope.get("state", {}).get("tenant", "")
             work = self._service.start(self._endpoint, body, tenant=tenant, terms=terms, expected=expected)
             job = await _unless(gone, work)
             if job.options.stream:
@@ -204,7 +204,7 @@ class _EventStream:
 
     def _tail(self, failure: Failure | None) -> bytes:
         if failure is not None:
-            return _event(failure.error.body()) + DONE
+            return _event(failure.error.event()) + DONE
         if self._job.options.include_usage:
             return _event(usage_chunk(self._job, list(self._ends.values()))) + DONE
         return DONE

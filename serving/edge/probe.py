@@ -263,6 +263,10 @@ class ReadinessProbe:
             result = "passed" if why is None else "failed"
         except _Inconclusive as inconclusive:
             why, result = None, str(inconclusive)
+        except Exception:
+            # Of ours, and no word about the engine; without its task the probe would stay as it is for ever.
+            log.exception("a run of the probe failed by itself")
+            why, result = None, "faulty"
         self._counts.probe_ran(result)
         verdict.last_ms = (self._clock() - started_s) * 1000
         if result == "failed":
@@ -301,6 +305,8 @@ class ReadinessProbe:
             except ApiError as error:
                 if error.code == ErrorCode.QUEUE_FULL:
                     raise _Inconclusive("late") from None
+                if error.code == ErrorCode.INTERNAL:  # of the process that encodes, not of what it would have said
+                    raise _Inconclusive("lost") from None
                 return f"{part} differs: prompt {prompt.name!r} is refused with {error.code}"
             if ids != prompt.prompt_ids:
                 return f"{part} differs: prompt {prompt.name!r} becomes other ids than recorded"

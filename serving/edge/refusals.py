@@ -42,7 +42,7 @@ def budget_error(refusal: BudgetRefusal) -> ApiError:
     code = (_TENANT_CODES if is_tenants else _SERVER_CODES)[refusal.budget]
     name, whose = _NAMES[refusal.budget], "this key" if is_tenants else "the server"
     if refusal.retry_after_ms is None:
-        remedy = _SMALLER.get(refusal.budget, "lower max_tokens or shorten the prompt")
+        remedy = _SMALLER.get(refusal.budget, "lower max_tokens, shorten the prompt, or send fewer prompts at once")
         text = f"The request needs {refusal.asked} {name}, but {whose} may have {refusal.limit}; {remedy}."
         return ApiError(code, text)
     what = "The queue is full" if code is ErrorCode.QUEUE_FULL else "A budget is used up"

@@ -150,13 +150,18 @@ class Service:
             for text in expected:
                 check_expectation(text, served, param)
 
-    def refuse_unexpected(self, expected: Sequence[str], param: str) -> None:
+    def refuse_unexpected(self, expected: Sequence[str], param: str, tenant: str) -> None:
         """``check_expected`` ahead of everything else, its refusal counted as one of a request."""
         try:
             self.check_expected(expected, param)
         except ApiError as error:
-            self.metrics.refused(error.code)
+            self._refused(error, tenant)
             raise
+
+    def _refused(self, error: ApiError, tenant: str) -> None:
+        self.metrics.refused(error.code)
+        self.admission.refusals[error.code] += 1
+        self._log.refused(error, tenant, self._clock())
 
     def contract_document(self) -> JsonObject:
         """Raises: ApiError while no engine is ready, since the engine alone knows most of it."""
@@ -192,9 +197,7 @@ class Service:
         try:
             job = await self._start(_known(endpoint), body, tenant, terms, expected)
         except ApiError as error:
-            self.metrics.refused(error.code)
-            self.admission.refusals[error.code] += 1
-            self._log.refused(error, tenant, self._clock())
+            self._refused(error, tenant)
             raise
         self.metrics.started(job)
         self._log.accepted(job, tenant, self._clock())
@@ -330,6 +333,8 @@ class Service:
 
     def on_token(self, generation: Generation, now_s: float, previous_s: float | None) -> None:
         self.admission.on_token(generation, now_s)
+        if generation.drops_output:  # Nobody gets that token, and usage does not count it.
+            return
         if previous_s is None:
             self.metrics.first_token(now_s - generation.created_s)
         else:

@@ -22,6 +22,7 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.edge.bodies import ChatPrompt
 from headrace.serving.edge.errors import ApiError
 from headrace.serving.edge.prompt_ids import PromptEncoder
+from headrace.serving.edge.watched_file import read_text
 
 MAX_PREFIXES = 256
 MAX_BYTES = 4 << 20
@@ -62,13 +63,8 @@ def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def read_prefixes(path: Path) -> tuple[DeclaredPrefix, ...]:
     """Raises ConfigError naming file, entry, key and remedy; it repeats no text."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"the file of shared prefixes {path} has more than {MAX_BYTES} bytes")
-        document = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        text = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError(f"the file of shared prefixes {path} cannot be read: {text}") from None
-    except tomllib.TOMLDecodeError as error:
+        document = tomllib.loads(read_text(path, "file of shared prefixes", MAX_BYTES))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"the file of shared prefixes {path} is not TOML: {error}") from None
     entries = document.get("prefix")
     if set(document) != {"prefix"} or not isinstance(entries, list):

@@ -15,9 +15,11 @@ from typing import Any, Protocol
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.rate_limit import Rate
 from headrace.serving.core.tenant_policy import Budget, BudgetLimits, TenantPolicy
-from headrace.serving.edge.keys import MAX_KEYS, RELOAD_CHECK_S
+from headrace.serving.edge.keys import MAX_KEYS
 from headrace.serving.edge.terms import MAX_DEADLINE_MS, PRIORITIES
+from headrace.serving.edge.watched_file import WatchedFile, read_text
 
+FILE = "tenant file"
 MAX_BYTES = 1 << 20
 MAX_COUNT = 1_000_000_000
 WEIGHTS = (0.001, 1000.0)
@@ -42,38 +44,24 @@ class SamePolicy:
 
 class TenantFile:
     """The policies of one file. key_names: of the server's keys; a table for another tenant is a slip of the pen. Later
-    the keys may change before or after this file, so names are then no longer held against them."""
+    the keys may change before or after this file, so names are then no longer held against them. None: there are no
+    keys to hold them against."""
 
-    def __init__(self, path: Path, key_names: Collection[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, key_names: Collection[str] | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Raises ConfigError naming file, table, key, limit and remedy."""
-        self._path = path
-        self._clock = clock
-        self._stamp = _stamp(path)
-        self._default, self._tenants = read_policies(path)
-        self._checked_s = clock()
-        unknown = sorted(set(self._tenants) - set(key_names))
+        self._file = WatchedFile(
+            path, read_policies, what=FILE, of="the policies of tenants", log=_log, clock=clock, is_slow=True
+        )
+        unknown = [] if key_names is None else sorted(set(self._file.value[1]) - set(key_names))
         if unknown:
-            known = ", ".join(sorted(key_names)) or "none: without --api-keys only [default] counts"
+            known = ", ".join(sorted(key_names or ())) or "none: without --api-keys only [default] counts"
             raise ConfigError(f"{path} [tenants.{unknown[0]}]: no key has that name; the keys' names are {known}")
 
     def of(self, tenant: str) -> TenantPolicy:
-        self._reload_if_changed()
-        return self._tenants.get(tenant, self._default)
-
-    def _reload_if_changed(self) -> None:
-        now_s = self._clock()
-        if now_s - self._checked_s < RELOAD_CHECK_S:
-            return
-        self._checked_s = now_s
-        try:
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            self._default, self._tenants = read_policies(self._path)
-            _log.info("read the policies of %d tenants again from %s", len(self._tenants), self._path)
-        except ConfigError as error:
-            _log.error("the policies of tenants stay as they were: %s", error)
+        default, tenants = self._file.value
+        return tenants.get(tenant, default)
 
 
 def read_policies(path: Path) -> tuple[TenantPolicy, dict[str, TenantPolicy]]:
@@ -175,19 +163,6 @@ def _shown(name: str) -> str:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"the tenant file {path} has more than {MAX_BYTES} bytes")
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the tenant file {path} cannot be read: {getattr(error, 'strerror', 'not UTF-8')}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the tenant file {path} is not TOML: {error}") from None
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Changes when the file is written or replaced."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"the tenant file {path} cannot be read: {error.strerror}") from None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+        return tomllib.loads(read_text(path, FILE, MAX_BYTES))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"the {FILE} {path} is not TOML: {error}") from None

@@ -4,12 +4,13 @@ Nothing here knows OpenTelemetry: a finished trace goes to a ``TraceSink``. Only
 others have ``Service`` and ``Generation`` as they are. No span holds text, ids of tokens, or a key.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.serving.core.request import FinishReason, Request
+from headrace.serving.core.request import CancelReason, FinishReason, Request
 from headrace.serving.core.text import OutputText, TextPiece
 from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.fields import Endpoint
@@ -98,9 +99,18 @@ class TracedGeneration(Generation):
         taken = super().take()
         if isinstance(taken, Delta) and self.first_taken_s is None:
             self.first_taken_s = time.monotonic()
-        elif isinstance(taken, Done | Failure) and self.trace is not None:
-            self.trace.choice_ends(self)
+        elif isinstance(taken, Done | Failure):
+            self.outcome = taken  # A good end that came too late to be read is none.
+            if self.trace is not None:
+                self.trace.choice_ends(self)
         return taken
+
+    def cancel(self, reason: CancelReason) -> None:
+        """See ``Generation``. Behind the end it says that nobody takes that any more; but for a deadline, which makes
+        another end of it."""
+        super().cancel(reason)
+        if self.trace is not None and reason is not CancelReason.DEADLINE:
+            self.trace.choice_ends(self)
 
 
 class TracedService(Service):
@@ -118,6 +128,9 @@ class TracedService(Service):
             job = await super().start(endpoint, body, **terms)
         except ApiError as error:
             trace.refused(endpoint, error.code)
+            raise
+        except asyncio.CancelledError:
+            trace.refused(endpoint, FinishReason.CANCELLED.value)
             raise
         except Exception:
             trace.refused(endpoint, ErrorCode.INTERNAL)

@@ -233,9 +233,11 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class OnlyDefault:
-    """Accepts what stands for "not used" and nothing else."""
+    """Accepts what stands for "not used" and nothing else. place: where it is given instead of in a body; "" = it is
+    not supported at all."""
 
     values: tuple[object, ...]
+    place: str = ""
 
     def describe(self) -> str:
         shown = ["null", *(_as_json(value) for value in self.values)]
@@ -246,11 +248,10 @@ class OnlyDefault:
 
     def check(self, name: str, value: object) -> None:
         if not self.accepts(value):
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_FIELD,
-                f"{name} is not supported by this version: leave it out, or send {self.describe()}.",
-                param=name,
-            )
+            text = f"{name} is not supported by this version: leave it out, or send {self.describe()}."
+            if self.place:
+                text = f"{name} is no field of a body here: give it as {self.place}, and leave it out of the body."
+            raise ApiError(ErrorCode.UNSUPPORTED_FIELD, text, param=name)
 
 
 def _as_json(value: object) -> str:

@@ -80,11 +80,19 @@ def test_wrong_use(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
+    loose = tmp_path / "loose.json"
+    loose.write_text('{"contract": {"dtype": 1.5}, "numerics": {}}')
     for command, arguments, error, says in (
         (contract, (), click.UsageError, "give a URL"),
         (contract, (url, "--diff", url, url), click.UsageError, "give a URL"),
         (contract, (url,), click.ClickException, "cannot be reached"),
         (contract, ("--diff", str(empty), str(empty)), ConfigError, "holds no contract"),
+        (
+            contract,
+            ("--diff", str(loose), str(loose)),
+            ConfigError,
+            "loose.json holds no contract: a value",
+        ),
         (contract, ("--diff", "absent", url), ConfigError, "neither a URL nor a file"),
         (contract, ("h:8000", "--api-key-file", str(empty)), ConfigError, "is not a server's URL"),
         (probe, ("check", url, str(empty)), ConfigError, "is no probe record"),

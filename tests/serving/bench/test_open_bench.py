@@ -347,3 +347,10 @@ def test_what_make_workload_refuses(arguments: tuple[str, ...], says: str, tmp_p
 def test_the_help_has_the_format() -> None:
     text = CliRunner().invoke(make_workload, ["--help"]).output
     assert "Each further line, a JSON object with" in text and "cancel_after_s" in text
+
+
+def test_a_file_of_keys_that_is_too_long_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a:" + "k" * 100 + "\n" + "#" * (1 << 20))
+    with pytest.raises(ConfigError, match=r"--keys .*keys has more than 1,048,576 bytes"):
+        read_keys(path)

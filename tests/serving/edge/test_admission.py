@@ -138,6 +138,24 @@ async def test_what_never_fits_a_limit_gets_a_remedy_and_no_hint() -> None:
     await bench.start("a" * 91)
 
 
+async def test_many_prompts_in_one_request_are_no_way_around_a_limit() -> None:
+    for limits, number in (({"tokens_in_flight": 100}, "144 tokens in flight"), ({"pages": 6}, "9 pages")):
+        bench = Bench(policies={"t": TenantPolicy(limits=BudgetLimits(**limits))})
+        error = await bench.refused([[1] * 40] * 3)
+        assert (error.code, error.retry_after_ms) == ("rate_limited", None)
+        assert f"needs {number}" in error.message and "fewer prompts" in error.message
+        assert bench.is_clean()
+        await bench.start([[1] * 40] * 2)
+
+
+async def test_many_prompts_that_no_queue_holds_are_not_begun() -> None:
+    bench = Bench(max_queued_prompt_tokens=100)
+    error = await bench.refused([[1] * 40] * 3)
+    assert (error.code, error.status, error.retry_after_ms) == ("queue_full", 429, None)
+    assert "needs 120 prompt tokens" in error.message and bench.is_clean()
+    await bench.start([[1] * 120])  # A single one passes where nothing waits.
+
+
 async def test_output_is_reckoned_as_it_was_before() -> None:
     bench = Bench(FakeEngine(auto=False, reply=b"abc"))
     for _ in range(3):
@@ -170,6 +188,14 @@ async def test_rates_of_requests_and_of_tokens() -> None:
     await bench.start([[1]], tenant="another")
 
 
+async def test_the_bucket_of_tokens_knows_a_prompt_once_it_is_tokenized() -> None:
+    bench = Bench(policies={"t": TenantPolicy(tokens=Rate(10.0, 100))})
+    await bench.start("x" * 150)  # Nothing says yet how many tokens a byte is.
+    assert (await bench.refused("x")).retry_after_ms == pytest.approx(1000 * (10 - (100 - 158)) / 10, abs=1)
+    bench.engine.finish(bench.engine.submitted[0].request_id, FinishReason.CANCELLED)
+    assert (await bench.refused("x" * 100)).retry_after_ms == pytest.approx(1000 * (100 - (100 - 150)) / 10, abs=1)
+
+
 # The cache
 
 
@@ -183,6 +209,9 @@ async def test_generate_false_computes_the_prompt_and_gives_nothing() -> None:
     assert isinstance(done, Done)
     assert (done.finish_reason, done.stop_reason) == ("length", None)
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (7, 0)
+    lines = bench.service.metrics.exposition().decode().splitlines()
+    for name in ("generation_tokens_total", "time_to_first_token_seconds_count"):
+        assert [line.split()[-1] for line in lines if line.startswith(f"headrace_{name}{{")] == ["0.0"]
     assert bench.is_clean()
 
 

@@ -238,3 +238,9 @@ def test_required_fields() -> None:
     assert refusal(Endpoint.CHAT).code == "missing_field"
     assert refusal(Endpoint.COMPLETION).param == "prompt"
     assert refusal(Endpoint.COMPLETION, messages=HI).code == "unknown_field"
+
+
+def test_a_warm_up_is_held_to_the_same_rules() -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(Endpoint.COMPLETION, {"prompt": "x", "generate": False, "max_tokens": 1, "max_completion_tokens": 2})
+    assert refused.value.code == "conflicting_fields"

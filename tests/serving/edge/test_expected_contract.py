@@ -45,6 +45,7 @@ async def test_over_http() -> None:
             assert (refused.status_code, error["code"]) == (412, "contract_mismatch")
             assert error["param"] == "x-headrace-expect-contract" and f"{fingerprint}" in error["message"]
         assert scrape(service)["headrace_requests_refused_total|contract_mismatch"] == 2
+        assert (await http.get("/v1/load")).json()["refusals"] == {"contract_mismatch": 2}
         malformed = (await ask("latest")).json()["error"]
         assert (malformed["code"], malformed["param"]) == ("invalid_value", "x-headrace-expect-contract")
         assert "latest" not in malformed["message"]

@@ -154,3 +154,13 @@ def test_any_value_in_any_field_is_parsed_or_refused_by_name(endpoint: Endpoint,
 def test_check_fields_keeps_only_applied_values() -> None:
     checked = check_fields(Endpoint.CHAT, MINIMAL[Endpoint.CHAT] | {"user": "u", "n": 1, "top_k": 0})
     assert set(checked.values) == {"messages", "top_k"}
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize(("name", "value"), [("priority", 1), ("deadline_ms", 500), ("expect_contract", "fp_1")])
+def test_what_belongs_beside_a_body_is_told_where(endpoint: Endpoint, name: str, value: object) -> None:
+    with pytest.raises(ApiError) as refused:
+        check_fields(endpoint, {name: value})
+    assert refused.value.code == "unsupported_field"
+    assert f"the header x-headrace-{name.replace('_', '-')}" in refused.value.message
+    assert "`create`" in refused.value.message

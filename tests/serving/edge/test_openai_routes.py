@@ -101,6 +101,16 @@ class TestWire:
         last = events(answer.text)[-1]
         assert last == {"error": {"message": "not finite", "type": "server_error", "param": None, "code": "not_finite"}}
 
+    async def test_behind_the_headers_an_error_brings_its_own_hint(
+        self, http: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.auto = False
+        task = asyncio.create_task(http.post(CHAT, json={"messages": HI, "stream": True}))
+        await engine.submit_seen.wait()
+        engine.die()
+        error = events((await task).text)[-1]["error"]
+        assert (error["code"], error["retry_after_ms"]) == ("engine_lost", 5000)
+
     async def test_unknown_fields_can_be_ignored(self, engine: FakeEngine) -> None:
         service = make_service(engine, allow_unknown_fields=True)
         transport = httpx.ASGITransport(open_app(service))

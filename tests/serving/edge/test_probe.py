@@ -13,7 +13,7 @@ from headrace.serving.core.contract import Contract
 from headrace.serving.core.probe import PROBE_FORMAT, ChatTurn, ProbePrompt, ProbeRecord
 from headrace.serving.core.request import Rejection, RejectionReason
 from headrace.serving.edge.bodies import chat_prompt
-from headrace.serving.edge.errors import ApiError
+from headrace.serving.edge.errors import ApiError, ErrorCode
 from headrace.serving.edge.probe import PROBE_TENANT, ProbeConfig, ReadinessProbe
 from headrace.serving.edge.service import Service
 from headrace.serving.engine.lifecycle import EngineState
@@ -277,3 +277,27 @@ async def test_a_record_that_cannot_run_here_is_told_of_and_one_that_came_with_u
     record = record_of(service)
     assert "longer than the context" in (probe_of(service, engine, record).fault or "")
     assert probe_of(service, engine, shipped=(record,)).status == "unrecorded"
+
+
+async def test_a_fault_of_the_probe_itself_proves_nothing_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(reply=REPLY)
+    service = make_service(engine)
+    probe = probe_of(service, engine, record_of(service))
+    monkeypatch.setattr("headrace.serving.edge.probe.RETRY_S", 0.01)
+    gone = ApiError(ErrorCode.INTERNAL, "The process that encodes long prompts failed.")
+    encode, faults = probe._encode, iter([RuntimeError("the process is gone"), gone])
+
+    async def fails_once(text: str | None, messages: tuple[ChatTurn, ...] | None) -> Sequence[int]:
+        for fault in faults:
+            raise fault
+        return await encode(text, messages)
+
+    probe._encode = fails_once
+    async with running(probe):
+        assert await asyncio.wait_for(probe.wait_judged(), 5) is None
+    values = scrape(service)
+    assert values["headrace_probe_runs_total|faulty"] == values["headrace_probe_runs_total|lost"] == 1
+    assert values["headrace_probe_runs_total|passed"] == 1
+    assert "the process is gone" in caplog.text

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.rate_limit import Rate
 from headrace.serving.core.request import Priority
 from headrace.serving.core.tenant_policy import BudgetLimits, TenantPolicy
-from headrace.serving.edge.tenants import SETTINGS, TenantFile
+from headrace.serving.edge.shared_prefixes import read_prefixes
+from headrace.serving.edge.tenants import SETTINGS, TenantFile, read_policies
 
 FULL = """
 [default]
@@ -132,3 +134,20 @@ def test_it_is_read_again_when_it_changes_and_a_bad_one_changes_nothing(
     written(path, "[default]\nweight = 4   ")
     now[0] += 1.5
     assert file.of("").weight == 4
+
+
+def test_the_file_in_the_readme_can_be_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text().split("```toml\n")[1].split("```")[0]
+    default, tenants = read_policies(written(tmp_path / "tenants.toml", textwrap.dedent(text)))
+    assert (default.limits.streams, default.max_priority.name, default.deadline_ms) == (64, "NORMAL", 60_000)
+    assert (tenants["ops"].max_priority.name, tenants["ops"].sees_tenants, tenants["ops"].tokens) == (
+        "HIGH", True, Rate(2000.0, 2000.0),
+    )  # fmt: skip
+
+
+def test_a_file_that_no_parser_gets_to_the_end_of_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "deep.toml", "a = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"deep.toml is not TOML"):
+        read_policies(path)
+    with pytest.raises(ConfigError, match=r"deep.toml is not TOML"):
+        read_prefixes(path)

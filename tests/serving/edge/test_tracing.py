@@ -10,8 +10,10 @@ import pytest
 from headrace.serving.core.request import CancelReason
 from headrace.serving.edge.app import build_app
 from headrace.serving.edge.errors import ApiError
+from headrace.serving.edge.generation import Failure
 from headrace.serving.edge.job import Job
 from headrace.serving.edge.service import ServiceConfig
+from headrace.serving.edge.terms import Terms
 from headrace.serving.edge.trace_context import TraceHeaders, caller
 from headrace.serving.edge.tracing import RequestTrace, TracedService
 from tests.serving.edge.fakes import EOS, VOCAB_SIZE, ByteTokenizer, FakeEngine, LineTemplate
@@ -29,9 +31,11 @@ class Traces:
         self.all.append(trace)
 
 
-def traced_service(engine: FakeEngine, traces: Traces) -> TracedService:
+def traced_service(engine: FakeEngine, traces: Traces, **others: Any) -> TracedService:
     config = ServiceConfig(model_names=("fake",), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))
-    return TracedService(config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate(), sink=traces)
+    return TracedService(
+        config, engine=engine, tokenizer=ByteTokenizer(), template=LineTemplate(), sink=traces, **others
+    )
 
 
 async def answer(service: TracedService, body: dict[str, object], headers: dict[str, str]) -> httpx.Response:
@@ -100,6 +104,43 @@ async def test_refused_failed_and_abandoned_requests_have_traces_too() -> None:
     assert abandoned.root.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
     assert failed.error == failed.root.attributes["error.type"] == "engine_lost"
     assert [span.name for span in failed.spans] == ["edge"]
+
+
+async def test_a_client_that_leaves_before_it_is_admitted_has_a_trace() -> None:
+    traces, engine = Traces(), FakeEngine()
+    task = asyncio.create_task(traced_service(engine, traces).start("completion", {"prompt": "x"}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (trace,) = traces.all
+    assert (trace.error, trace.spans, engine.submitted) == ("cancelled", (), [])
+
+
+async def test_an_end_that_nobody_takes_ends_the_trace_too() -> None:
+    traces, engine = Traces(), FakeEngine()
+    service = traced_service(engine, traces)
+    job = await service.start("completion", {"prompt": "x", "max_tokens": 2})
+    await job.generations[0].wait_end()
+    assert not traces.all
+    job.cancel(CancelReason.DISCONNECT)  # as both doors do when the client has left
+    job.cancel(CancelReason.DISCONNECT)
+    (trace,) = traces.all
+    assert trace.root.attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+async def test_what_was_not_read_by_its_deadline_is_a_failure_in_the_trace() -> None:
+    traces, engine = Traces(), FakeEngine()
+    now_s = [time.monotonic()]
+    service = traced_service(engine, traces, clock=lambda: now_s[0])
+    terms = Terms(arrival_s=now_s[0], deadline_ms=10_000)
+    job = await service.start("completion", {"prompt": "x", "max_tokens": 2}, terms=terms)
+    await job.generations[0].wait_end()
+    now_s[0] += 11
+    assert isinstance(job.generations[0].take(), Failure)
+    (trace,) = traces.all
+    assert trace.error == "deadline_exceeded"
+    assert trace.root.attributes["gen_ai.response.finish_reasons"] == ("error",)
 
 
 async def test_headers_of_one_connection_are_not_those_of_the_next() -> None:
