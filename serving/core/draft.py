@@ -9,8 +9,9 @@ from headrace.serving.core.sequence import Sequence, num_pages_for
 
 
 class Draft:
-    """Adding a row marks it on the sequence as planned, and charges its tenant for what was not run before. decoding
-    and prefilling name the sequences of the rows. budget_tokens: prefill tokens of a lane that the step may have."""
+    """Adding a row marks it on the sequence as planned, and charges its tenant for what was not run before. loading,
+    decoding and prefilling name the sequences of the loads and rows; a sequence may be loaded and have no row yet.
+    budget_tokens: prefill tokens of a lane that the step may have."""
 
     def __init__(self, config: SchedulerConfig, step_id: int) -> None:
         self._config = config
@@ -22,6 +23,7 @@ class Draft:
         self._loads: list[SlotLoad] = []
         self._decode: list[DecodeRow] = []
         self._prefill: list[PrefillSegment] = []
+        self.loading: list[tuple[Sequence, SlotRef]] = []
         self.decoding: list[tuple[Sequence, SlotRef]] = []
         self.prefilling: list[tuple[Sequence, SlotRef]] = []
 
@@ -34,6 +36,8 @@ class Draft:
 
     def add_load(self, sequence: Sequence, slot: SlotRef) -> None:
         self._loads.append(SlotLoad(slot=slot, request=sequence.request, output_ids=tuple(sequence.outputs)))
+        self.loading.append((sequence, slot))
+        sequence.last_step = self.step_id
 
     def add_decode(self, sequence: Sequence, slot: SlotRef) -> None:
         """The next token of a sequence that has a page for its position."""

@@ -21,8 +21,8 @@ class Sequence:
 
     Of the present tenancy, reset by ``clear_tenancy``: slot, pages, num_computed (leading positions whose KV some plan
     made so far writes or finds cached), num_to_prefill, num_pending (samples in flight), last_step (id of the newest
-    plan that names this sequence), prefill_step (of the newest that has a chunk of it), is_guarded (its worst case is
-    set aside: it is not preempted for pages).
+    plan that loads this sequence or has a row of it), prefill_step (of the newest that has a chunk of it), is_guarded
+    (its worst case is set aside: it is not preempted for pages).
     """
 
     request: Request
