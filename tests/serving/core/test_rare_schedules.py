@@ -1,6 +1,8 @@
 """Rare meetings of rules: what one of them takes for granted and another one breaks."""
 
-from tests.serving.core.driver import Drive, make_config, make_request
+from headrace.serving.core.config import PreemptionPolicy
+from headrace.serving.core.request import Priority, RequestId
+from tests.serving.core.driver import Drive, ids_alone, make_config, make_request
 
 
 def test_a_step_that_fails_ends_a_request_that_it_only_loaded() -> None:
@@ -18,3 +20,22 @@ def test_a_step_that_fails_ends_a_request_that_it_only_loaded() -> None:
     drive.take(drive.scheduler.fail_plan(plan, "device_error", "it broke", drive.now_s))
     assert set(drive.finished) == {0, 1}
     drive.run()
+
+
+def test_a_sequence_whose_leaving_pages_were_taken_is_copied_before_it_comes_back() -> None:
+    drive = Drive(
+        make_config(
+            num_slots=3, num_pages=12, num_swap_pages=20, preemption=PreemptionPolicy.SWAP, max_steps_in_flight=1,
+            prefix_cache=False,
+        )
+    )  # fmt: skip
+    low = make_request(0, 12, 6, priority=Priority.NORMAL)
+    last = make_request(1, 12, 6, priority=Priority.LOW)
+    drive.submit(low, last)
+    for _ in range(3):
+        drive.tick()
+    for request_id in (0, 1):
+        drive.take(drive.scheduler.preempt(RequestId(request_id), drive.now_s))
+    drive.submit(make_request(2, 18, 2, priority=Priority.HIGH))
+    drive.run()
+    assert drive.ids(0) == ids_alone(low) and drive.ids(1) == ids_alone(last)
