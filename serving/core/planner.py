@@ -33,7 +33,8 @@ ChunkTurn = tuple[int, float, int, int]
 
 
 class Planner:
-    """Fills the draft of a step. first_admission: told of each request that starts for the first time."""
+    """Fills the draft of a step. prefix_*_tokens: of requests that start for the first time, those of their prompts and
+    those found cached."""
 
     def __init__(self, tenancies: Tenancies) -> None:
         self._config: SchedulerConfig = tenancies.config
@@ -163,7 +164,9 @@ class Planner:
         tenancies = self._tenancies
         num_free = sum(lane.slots.num_free for lane in tenancies.lanes)
         awaits_another = tenancies.shares.awaits_another(now_s, self._config.aging_s)
-        if keeps_a_slot(sequence, num_free, tenancies.num_slots, awaits_another):
+        # Whom a lower class yields its slots to needs none kept from it, or what has yielded would be kept.
+        outranks = any(s.request.priority > sequence.request.priority for s in tenancies.running)
+        if not outranks and keeps_a_slot(sequence, num_free, tenancies.num_slots, awaits_another):
             return None
         lanes = [
             lane

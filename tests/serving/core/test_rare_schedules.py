@@ -1,5 +1,7 @@
 """Rare meetings of rules: what one of them takes for granted and another one breaks."""
 
+import pytest
+
 from headrace.serving.core.config import PreemptionPolicy
 from headrace.serving.core.request import Priority, RequestId
 from tests.serving.core.driver import Drive, ids_alone, make_config, make_request
@@ -39,3 +41,21 @@ def test_a_sequence_whose_leaving_pages_were_taken_is_copied_before_it_comes_bac
     drive.submit(make_request(2, 18, 2, priority=Priority.HIGH))
     drive.run()
     assert drive.ids(0) == ids_alone(low) and drive.ids(1) == ids_alone(last)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_no_slot_is_kept_from_whom_a_lower_class_yields_to(is_full: bool) -> None:
+    drive = Drive(make_config(num_pages=200, aging_s=1_000.0))
+    drive.submit(make_request(50, 8, 2, tenant="gone"))
+    drive.submit(make_request(0, 8, 100, tenant="a", priority=Priority.HIGH))
+    drive.submit(*(make_request(i, 8, 100, tenant="b", priority=Priority.LOW) for i in (1, 2, 3)))
+    while 50 not in drive.finished:
+        drive.tick()
+    if is_full:
+        drive.submit(make_request(4, 8, 100, tenant="c", priority=Priority.LOW))
+    for _ in range(6):
+        drive.tick()
+    drive.submit(make_request(10, 8, 4, tenant="a", priority=Priority.HIGH))
+    for _ in range(20):
+        drive.tick()
+    assert len(drive.preempted) == is_full and 10 in drive.finished
