@@ -33,7 +33,7 @@ MIN_RESERVE_SLOTS = 4
 
 def class_level(priority: Priority, waited_s: float, aging_s: float) -> int:
     """Level of a class among classes: its own, one higher for each aging_s that it was not served; waited_s: since one
-    of its requests was started last, or since the oldest that waits was submitted, if that is later.
+    of its requests was started or preempted last, or since the oldest that waits was submitted, if that is later.
 
     After two aging_s without service every class is on the highest level. There the tenant that was served least goes
     first, and at equal service the earlier request: as those who go before it are served, its turn comes. Within its

@@ -120,6 +120,7 @@ class Tenancies:
         sequence.preempted[reason, action] = sequence.preempted.get((reason, action), 0) + 1
         sequence.preempted_at_s = now_s
         self.waiting.add(sequence)
+        self.waiting.note_service(sequence.request.priority, now_s)
         self.events.append(
             Preempted(request_id=sequence.request.request_id, reason=reason, action=action, num_pages=num_pages)
         )

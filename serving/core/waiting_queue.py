@@ -24,7 +24,7 @@ class WaitingQueue:
         self._max_prompt_tokens = config.max_queued_prompt_tokens
         self._aging_s = config.aging_s
         self._classes: dict[Priority, Lines] = {priority: {} for priority in Priority}
-        self._started_s = dict.fromkeys(Priority, float("-inf"))
+        self._served_s = dict.fromkeys(Priority, float("-inf"))
         self._num_waiting = 0
         self._num_prompt_tokens = 0
         self._drain_rate = DrainRate()
@@ -97,8 +97,12 @@ class WaitingQueue:
     def start(self, sequence: Sequence, now_s: float) -> None:
         """Remove a sequence because it runs from now on."""
         self.remove(sequence)
-        self._started_s[sequence.request.priority] = now_s
+        self.note_service(sequence.request.priority, now_s)
         self._drain_rate.on_leave(now_s, self._num_waiting > 0)
+
+    def note_service(self, priority: Priority, now_s: float) -> None:
+        """A request of the class started, or ran until now and was preempted: its class ages from here on."""
+        self._served_s[priority] = now_s
 
     def check(self) -> None:
         """Raise InvariantError if an order, a count or a waiting sequence is wrong."""
@@ -119,4 +123,4 @@ class WaitingQueue:
 
     def _level(self, priority: Priority, lines: Lines, now_s: float) -> int:
         since_s = min(line[0].submitted_s for line in lines.values())
-        return class_level(priority, now_s - max(since_s, self._started_s[priority]), self._aging_s)
+        return class_level(priority, now_s - max(since_s, self._served_s[priority]), self._aging_s)

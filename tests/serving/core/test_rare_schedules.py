@@ -59,3 +59,15 @@ def test_no_slot_is_kept_from_whom_a_lower_class_yields_to(is_full: bool) -> Non
     for _ in range(20):
         drive.tick()
     assert len(drive.preempted) == is_full and 10 in drive.finished
+
+
+def test_who_yields_to_a_higher_class_after_long_service_does_not_take_its_slot_back() -> None:
+    """The class has aged only since it yielded, however long ago its last request was started."""
+    drive = Drive(make_config(num_pages=200, aging_s=5.0))
+    drive.submit(*(make_request(i, 8, 100, tenant=f"t{i}", priority=Priority.LOW) for i in range(4)))
+    for _ in range(20):
+        drive.tick()
+    drive.submit(make_request(10, 8, 1, tenant="high", priority=Priority.HIGH))
+    for _ in range(4):
+        drive.tick()
+    assert 10 in drive.finished and len(drive.preempted) == 1
