@@ -13,6 +13,7 @@ from headrace.serving.core.lane import Lane
 from headrace.serving.core.policy import (
     MAX_YIELDS,
     YIELDS,
+    class_level,
     guard_fits,
     keeps_a_slot,
     must_guard,
@@ -41,12 +42,14 @@ class Planner:
         self._tenancies = tenancies
         self._share = share_cells if tenancies.config.deterministic else share_chunks
         self._last_was_prefill = False
+        self._now_s = 0.0
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
 
     def fill(self, draft: Draft, now_s: float) -> None:
         """Rows, loads and copies of the step; an empty draft if nothing can run."""
         tenancies = self._tenancies
+        self._now_s = now_s
         if tenancies.waiting:
             self._yield_a_slot(now_s)
         num_preemptions = tenancies.num_preemptions
@@ -212,6 +215,7 @@ class Planner:
             for sequence, length in zip(claims, chunks, strict=True):
                 if length and sequence.slot is not None:
                     draft.add_prefill(sequence, sequence.slot, length)
+                    sequence.read_s = self._now_s
 
     def _has_chunk(self, sequence: Sequence, lane: Lane, budget_tokens: int) -> bool:
         """Whether a waiting sequence would get a chunk in this step."""
@@ -236,8 +240,11 @@ class Planner:
         return self._share(needs, budget_tokens, config.block_tokens, config.max_segments)
 
     def _chunk_turn(self, sequence: Sequence, budget_tokens: int) -> ChunkTurn:
-        """As ``running_turn``; where a step has one block only, prompts of a tenant take turns."""
-        level, turn, arrival = running_turn(sequence)
+        """As ``running_turn``, but a prompt without a chunk for long counts as of a higher class, or those of higher
+        ones could keep it from its end for ever; where a step has one block only, prompts of a tenant take turns."""
+        _, turn, arrival = running_turn(sequence)
+        waited_s = 0.0 if sequence.slot is None else self._now_s - sequence.read_s
+        level = class_level(sequence.request.priority, waited_s, self._config.aging_s)
         waits_for = 0
         if budget_tokens < 2 * self._config.block_tokens and sequence.prefill_step is not None:
             waits_for = 1 + sequence.prefill_step

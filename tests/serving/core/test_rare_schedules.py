@@ -71,3 +71,24 @@ def test_who_yields_to_a_higher_class_after_long_service_does_not_take_its_slot_
     for _ in range(4):
         drive.tick()
     assert 10 in drive.finished and len(drive.preempted) == 1
+
+
+@pytest.mark.parametrize(("tenants", "deterministic"), [(("one", "one"), False), (("high", "low"), True)])
+def test_a_prompt_of_the_lowest_class_is_read_to_its_end_beside_prompts_of_the_highest(
+    tenants: tuple[str, str], deterministic: bool
+) -> None:
+    drive = Drive(
+        make_config(
+            num_pages=200, chunk_tokens=4, prefill_tokens=(4,), decode_rows=(4,), aging_s=10.0, num_swap_pages=200,
+            deterministic=deterministic,
+        )
+    )  # fmt: skip
+    drive.submit(make_request(0, 12, 2, tenant=tenants[1], priority=Priority.LOW))
+    for i in range(1, 60):
+        while drive.scheduler.stats().waiting > 4:
+            drive.tick()
+        drive.submit(make_request(i, 16, 1, tenant=tenants[0], priority=Priority.HIGH))
+        if 0 in drive.finished:
+            break
+    assert 0 in drive.finished
+    assert drive.finished[0].timings.prefill_ms <= 100_000, "three chunks, each after two classes up"
