@@ -69,9 +69,11 @@ class FairShare:
         if not is_busy:
             self._last_idle_s = None
 
-    def slots_of(self, tenant: Tenant, num_slots: int) -> float:
-        """The tenant's share of the slots, by weight among the active."""
-        return num_slots * tenant.weight / sum(t.weight for t in self._tenants.values() if t.num_live)
+    def fair_slots(self, num_slots: int) -> dict[str, float]:
+        """Share of the slots by name, by weight among the active."""
+        active = self.active
+        total = sum(t.weight for t in active)
+        return {t.name: num_slots * t.weight / total for t in active}
 
     def awaits_another(self, now_s: float, window_s: float) -> bool:
         """A tenant has become idle within the window, and may come back."""

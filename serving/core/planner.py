@@ -124,8 +124,7 @@ class Planner:
         if victim is not None:
             tenancies.preempt(victim, PreemptionReason.PRIORITY, now_s)
         elif candidate.tenant.num_running == 0:
-            shares = {t.name: tenancies.shares.slots_of(t, tenancies.num_slots) for t in tenancies.shares.active}
-            victim = pick_fairness_victim(candidate, may_yield, shares)
+            victim = pick_fairness_victim(candidate, may_yield, tenancies.shares.fair_slots(tenancies.num_slots))
             if victim is not None:
                 tenancies.preempt(victim, PreemptionReason.FAIRNESS, now_s)
 
