@@ -3,6 +3,7 @@
 import pytest
 
 from headrace.serving.core.config import PreemptionPolicy
+from headrace.serving.core.fair_share import OUTPUT_TOKEN_PRICE, PROMPT_TOKEN_PRICE
 from headrace.serving.core.request import Priority, RequestId
 from tests.serving.core.driver import Drive, ids_alone, make_config, make_request
 
@@ -92,3 +93,17 @@ def test_a_prompt_of_the_lowest_class_is_read_to_its_end_beside_prompts_of_the_h
             break
     assert 0 in drive.finished
     assert drive.finished[0].timings.prefill_ms <= 100_000, "three chunks, each after two classes up"
+
+
+@pytest.mark.parametrize("num_swap_pages", [None, 0, 20])
+def test_each_computed_prompt_token_and_each_generated_token_is_charged_once(num_swap_pages: int | None) -> None:
+    drive = Drive(make_config(num_swap_pages=num_swap_pages or 0, chunk_tokens=8))
+    drive.submit(make_request(0, 4, 60, tenant="stays"))
+    drive.submit(make_request(1, 20, 9, tenant="one"))
+    tenant = drive.scheduler._live[RequestId(1)].tenant
+    while 1 not in drive.finished:
+        drive.tick()
+        if num_swap_pages is not None and len(drive.preempted) < 2 and len(drive.tokens[1]) in (0, 4):
+            drive.take(drive.scheduler.preempt(RequestId(1), drive.now_s))
+    assert tenant.served == 20 * PROMPT_TOKEN_PRICE + 9 * OUTPUT_TOKEN_PRICE
+    assert len(drive.preempted) == (0 if num_swap_pages is None else 2)
