@@ -32,6 +32,11 @@ class Tenant:
         self.served += (prompt_tokens * PROMPT_TOKEN_PRICE + output_tokens * OUTPUT_TOKEN_PRICE) / self.weight
 
     @property
+    def waits(self) -> bool:
+        """Whether one of its requests has no slot."""
+        return self.num_live > self.num_running
+
+    @property
     def turn(self) -> float:
         """The lowest goes first."""
         ahead = self.num_expected * OUTPUT_TOKEN_PRICE if self.num_running else -FIRST_STREAM_TOKENS
@@ -46,13 +51,13 @@ class FairShare:
         self._last_idle_s: float | None = None
 
     def join(self, name: str, weight: float) -> Tenant:
-        """One more live request. A tenant that was idle starts at the least served of the active: time in which it
-        wanted nothing earns nothing."""
+        """One more live request. A tenant of which none waits starts beside the least served of those that wait: time
+        in which it wanted no more than it had earns nothing."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
         tenant.weight = weight
-        if tenant.num_live == 0:
+        if not tenant.waits:
             tenant.served = max(tenant.served, self._floor())
         tenant.num_live += 1
         return tenant
@@ -63,7 +68,7 @@ class FairShare:
         if tenant.num_live:
             return
         self._last_idle_s = now_s
-        floor = self._floor()
+        floor = min((t.served for t in self._tenants.values() if t.num_live), default=0.0)
         is_busy = any(t.num_live for t in self._tenants.values())
         self._tenants = {n: t for n, t in self._tenants.items() if t.num_live or (is_busy and t.served > floor)}
         if not is_busy:
@@ -84,4 +89,6 @@ class FairShare:
         return tuple(t for t in self._tenants.values() if t.num_live)
 
     def _floor(self) -> float:
-        return min((t.served for t in self._tenants.values() if t.num_live), default=0.0)
+        """Where nobody waits nobody is owed anything: then all who come are put beside the most served."""
+        waiting = [t.served for t in self._tenants.values() if t.waits]
+        return min(waiting) if waiting else max((t.served for t in self.active), default=0.0)

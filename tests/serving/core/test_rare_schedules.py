@@ -1,5 +1,7 @@
 """Rare meetings of rules: what one of them takes for granted and another one breaks."""
 
+from collections.abc import Callable
+
 import pytest
 
 from headrace.serving.core.config import PreemptionPolicy
@@ -107,3 +109,21 @@ def test_each_computed_prompt_token_and_each_generated_token_is_charged_once(num
             drive.take(drive.scheduler.preempt(RequestId(1), drive.now_s))
     assert tenant.served == 20 * PROMPT_TOKEN_PRICE + 9 * OUTPUT_TOKEN_PRICE
     assert len(drive.preempted) == (0 if num_swap_pages is None else 2)
+
+
+def test_a_long_stream_earns_its_tenant_no_claim_on_all_slots_later() -> None:
+    drive = Drive(make_config(num_pages=400, max_context=512))
+    heavy = iter(range(1_000, 2_000))
+
+    def heavy_finished_until(is_over: Callable[[], bool]) -> int:
+        before = sum(i >= 1_000 for i in drive.finished)
+        while not is_over():
+            while drive.scheduler.stats().waiting < 46:
+                drive.submit(make_request(next(heavy), 20, 8, tenant="heavy"))
+            drive.tick()
+        return sum(i >= 1_000 for i in drive.finished) - before
+
+    drive.submit(make_request(0, 8, 400, tenant="light"))
+    heavy_finished_until(lambda: len(drive.tokens[0]) >= 100)
+    drive.submit(*(make_request(i, 20, 8, tenant="light") for i in range(1, 41)))
+    assert heavy_finished_until(lambda: sum(0 < i <= 40 for i in drive.finished) >= 15) >= 10
