@@ -56,12 +56,12 @@ class Planner:
         for decodes, prefills in self._kinds():
             if decodes:
                 self._plan_decode(draft, now_s)
-            if draft.decoding:
-                starts = (s.num_computed for s in tenancies.running if s.is_prefilling)
-                draft.budget_tokens = self._budget(max(starts, default=0))
+            self._set_budget(draft)
             if tenancies.num_preemptions == num_preemptions:
                 self._admit(draft, now_s, decodes=decodes, prefills=prefills)
             if prefills:
+                # Again: what was admitted may start behind a long prefix.
+                self._set_budget(draft)
                 self._plan_prefill(draft)
             if not draft.is_empty:
                 break
@@ -73,8 +73,11 @@ class Planner:
             return ((True, True),)
         return ((True, False), (False, True)) if self._last_was_prefill else ((False, True), (True, False))
 
-    def _budget(self, start: int) -> int:
-        return self._config.chunk_tokens if self._config.deterministic else self._tenancies.cost.budget_tokens(start)
+    def _set_budget(self, draft: Draft) -> None:
+        """Prompt tokens of the step beside running streams, by the prompt that is furthest."""
+        if draft.decoding and not self._config.deterministic:
+            starts = (s.num_computed for s in self._tenancies.running if s.is_prefilling)
+            draft.budget_tokens = self._tenancies.cost.budget_tokens(max(starts, default=0))
 
     # Decode
 

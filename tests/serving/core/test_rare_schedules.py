@@ -127,3 +127,18 @@ def test_a_long_stream_earns_its_tenant_no_claim_on_all_slots_later() -> None:
     heavy_finished_until(lambda: len(drive.tokens[0]) >= 100)
     drive.submit(*(make_request(i, 20, 8, tenant="light") for i in range(1, 41)))
     assert heavy_finished_until(lambda: sum(0 < i <= 40 for i in drive.finished) >= 15) >= 10
+
+
+def test_a_chunk_behind_a_long_cached_prefix_keeps_to_the_objective_in_its_first_step_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drive = Drive(make_config(inter_token_s=1.0, max_steps_in_flight=1))
+    prompt = make_request(0, 48).prompt_ids
+    drive.submit(make_request(0, prompt, 2), make_request(1, 4, 60))
+    while 0 not in drive.finished:
+        drive.tick()
+    monkeypatch.setattr(drive.scheduler._tenancies.cost, "budget_tokens", lambda start: 16 if start < 40 else 4)
+    drive.submit(make_request(2, (*prompt, *range(16)), 2))
+    plan = drive.plan()
+    assert plan is not None and plan.decode and plan.prefill[0].start == 48
+    assert len(plan.prefill[0].token_ids) == 4
