@@ -48,7 +48,8 @@ class FairShare:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._last_idle_s: float | None = None
+        self._idle_since_s: dict[str, float] = {}
+        """Of tenants that may come back, the last to go last."""
 
     def join(self, name: str, weight: float) -> Tenant:
         """One more live request. A tenant of which none waits starts beside the least served of those that wait: time
@@ -60,6 +61,7 @@ class FairShare:
         if not tenant.waits:
             tenant.served = max(tenant.served, self._floor())
         tenant.num_live += 1
+        self._idle_since_s.pop(name, None)
         return tenant
 
     def leave(self, tenant: Tenant, now_s: float) -> None:
@@ -67,12 +69,12 @@ class FairShare:
         tenant.num_live -= 1
         if tenant.num_live:
             return
-        self._last_idle_s = now_s
+        self._idle_since_s[tenant.name] = now_s
         floor = min((t.served for t in self._tenants.values() if t.num_live), default=0.0)
         is_busy = any(t.num_live for t in self._tenants.values())
         self._tenants = {n: t for n, t in self._tenants.items() if t.num_live or (is_busy and t.served > floor)}
         if not is_busy:
-            self._last_idle_s = None
+            self._idle_since_s.clear()
 
     def fair_slots(self, num_slots: int) -> dict[str, float]:
         """Share of the slots by name, by weight among the active."""
@@ -81,8 +83,10 @@ class FairShare:
         return {t.name: num_slots * t.weight / total for t in active}
 
     def awaits_another(self, now_s: float, window_s: float) -> bool:
-        """A tenant has become idle within the window, and may come back."""
-        return self._last_idle_s is not None and now_s - self._last_idle_s < window_s
+        """A tenant has become idle within the window, and is not back."""
+        while self._idle_since_s and now_s - next(iter(self._idle_since_s.values())) >= window_s:
+            del self._idle_since_s[next(iter(self._idle_since_s))]
+        return bool(self._idle_since_s)
 
     @property
     def active(self) -> tuple[Tenant, ...]:
