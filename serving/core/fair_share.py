@@ -76,11 +76,11 @@ class FairShare:
         if not is_busy:
             self._idle_since_s.clear()
 
-    def fair_slots(self, num_slots: int) -> dict[str, float]:
-        """Share of the slots by name, by weight among the active."""
+    def parts_of(self, whole: int) -> dict[str, float]:
+        """Shares of a whole by name, by weight among the active."""
         active = self.active
         total = sum(t.weight for t in active)
-        return {t.name: num_slots * t.weight / total for t in active}
+        return {t.name: whole * t.weight / total for t in active}
 
     def awaits_another(self, now_s: float, window_s: float) -> bool:
         """A tenant has become idle within the window, and is not back."""

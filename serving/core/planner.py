@@ -6,6 +6,8 @@ of a grid that belongs to the prompt; and steps of the two kinds take turns whil
 one prefill step at most between two of its tokens.
 """
 
+from collections import Counter
+
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.draft import Draft
 from headrace.serving.core.events import PreemptionReason
@@ -127,9 +129,22 @@ class Planner:
         if victim is not None:
             tenancies.preempt(victim, PreemptionReason.PRIORITY, now_s)
         elif candidate.tenant.num_running == 0:
-            victim = pick_fairness_victim(candidate, may_yield, tenancies.shares.fair_slots(tenancies.num_slots))
+            victim = pick_fairness_victim(candidate, may_yield, self._excess(lanes))
             if victim is not None:
                 tenancies.preempt(victim, PreemptionReason.FAIRNESS, now_s)
+
+    def _excess(self, lanes: list[Lane]) -> dict[str, float]:
+        """What each tenant holds beyond its share of what lacks: slots, of which everybody may have one, or pages."""
+        tenancies = self._tenancies
+        num_held: Counter[str] = Counter()
+        if all(not lane.slots.num_free for lane in lanes):
+            num_usable = tenancies.num_slots
+            num_held.update({t.name: t.num_running for t in tenancies.shares.active if t.num_running > 1})
+        else:
+            num_usable = sum(lane.memory.pool.num_usable for lane in tenancies.lanes)
+            for sequence in tenancies.running:
+                num_held[sequence.tenant.name] += len(sequence.pages)
+        return {name: num_held[name] / part for name, part in tenancies.shares.parts_of(num_usable).items()}
 
     def _is_full(self, candidate: Sequence, lane: Lane) -> bool:
         """Without a slot, or without pages though none is about to come back."""

@@ -76,19 +76,18 @@ def pick_page_victim(wanting: Sequence, running: Iterable[Sequence]) -> Sequence
     return None if last is None or page_turn(last) <= page_turn(wanting) else last
 
 
-def pick_fairness_victim(
-    candidate: Sequence, running: Iterable[Sequence], fair_slots: dict[str, float]
-) -> Sequence | None:
-    """Who yields to a candidate whose tenant runs nothing: the latest of the tenant that is furthest above its share of
-    the slots. None where no tenant is above it, or only with requests of a higher class."""
+def pick_fairness_victim(candidate: Sequence, running: Iterable[Sequence], excess: dict[str, float]) -> Sequence | None:
+    """Who yields to a candidate whose tenant runs nothing: the latest of the tenant that is furthest above its share.
+    excess: what each tenant holds of what is lacking, as a multiple of its share. None where no tenant is above it, or
+    only with requests of a higher class."""
     over = [
         s
         for s in running
         if s.request.priority >= candidate.request.priority
         and s.tenant is not candidate.tenant
-        and s.tenant.num_running > max(1.0, fair_slots[s.tenant.name])
+        and excess[s.tenant.name] > 1.0
     ]
-    return max(over, key=lambda s: (s.tenant.num_running / fair_slots[s.tenant.name], s.arrival), default=None)
+    return max(over, key=lambda s: (excess[s.tenant.name], s.arrival), default=None)
 
 
 def pick_class_victim(
@@ -183,16 +182,17 @@ def placement_cost(num_uncached: int, running: Seq[Sequence]) -> int:
 def share_chunks(needs: Seq[int], budget_tokens: int, block_tokens: int, max_segments: int) -> list[int]:
     """Tokens of each prompt's next chunk, for prompts in turn that have needs tokens left; 0 = none in this step.
 
-    A chunk is all that remains, or whole blocks. While others want a part, a quarter of the budget (at least a block,
-    if there are two) is left for them; what they leave over goes to the first again.
+    A chunk is all that remains, or whole blocks. While others want a part, a prompt that does not end in this step
+    leaves a quarter of the budget (at least a block, if there are two) for them; what they leave over goes to the first
+    again.
     """
     left = budget_tokens // block_tokens
     blocks = [-(-need // block_tokens) for need in needs]
     most = max(1, left - max(1, left // 4)) if len(needs) > 1 else left
-    given = [0] * len(needs)
-    for limit in (most, left):
+    given, whole = [0] * len(needs), left
+    for limit in (most, whole):
         for i, wanted in enumerate(blocks[:max_segments]):
-            more = max(0, min(wanted, limit) - given[i])
+            more = max(0, min(wanted, whole if wanted <= whole else limit) - given[i])
             more = min(more, left)
             given[i] += more
             left -= more

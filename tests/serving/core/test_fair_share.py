@@ -35,9 +35,9 @@ def test_accounts_are_closed_when_nobody_is_active_and_stay_few() -> None:
 def test_slots_are_shared_by_weight_among_the_active() -> None:
     shares = FairShare()
     _, heavy = shares.join("light", 1.0), shares.join("heavy", 3.0)
-    assert shares.fair_slots(8) == {"light": 2.0, "heavy": 6.0}
+    assert shares.parts_of(8) == {"light": 2.0, "heavy": 6.0}
     shares.leave(heavy, 5.0)
-    assert shares.fair_slots(8) == {"light": 8.0}
+    assert shares.parts_of(8) == {"light": 8.0}
     assert shares.awaits_another(6.0, 10.0) and not shares.awaits_another(15.0, 10.0)
 
 

@@ -68,8 +68,8 @@ def fairness(held: dict[str, int], weights: dict[str, float], priority: Priority
         for j in range(t.num_running)
     ]
     total = sum(weights.values()) + 1
-    shares = {name: 8 * weight / total for name, weight in (weights | {"new": 1.0}).items()}
-    victim = pick_fairness_victim(sequence(99, tenant=Tenant("new")), running, shares)
+    excess = {name: held[name] * total / (8 * weight) for name, weight in weights.items()}
+    victim = pick_fairness_victim(sequence(99, tenant=Tenant("new")), running, excess)
     if victim is None:
         return None
     assert victim.arrival % 10 == victim.tenant.num_running - 1, "the latest of the tenant"
@@ -80,7 +80,7 @@ def test_a_tenant_above_its_share_of_slots_yields_to_one_that_runs_nothing() -> 
     assert fairness({"greedy": 8}, {"greedy": 1.0}) == "greedy"
     assert fairness({"a": 6, "b": 2}, {"a": 1.0, "b": 1.0}) == "a"
     assert fairness({"a": 4, "b": 4}, {"a": 8.0, "b": 1.0}) == "b"
-    assert fairness({"a": 1}, {"a": 1.0}) is None, "a tenant keeps one"
+    assert fairness({"a": 4}, {"a": 1.0}) is None, "exactly its share"
     assert fairness({"greedy": 8}, {"greedy": 1.0}, priority=Priority.HIGH) is None, "nobody yields to a lower class"
 
 
@@ -174,6 +174,7 @@ def test_the_cheaper_action_is_taken_where_both_are_possible() -> None:
         ([100], 16, [16]),
         ([5, 20, 5], 16, [5, 8, 0]),
         ([100, 3], 16, [12, 3]),
+        ([16, 100], 16, [16, 0]),
         ([100, 100], 16, [12, 4]),
         ([100, 100], 8, [4, 4]),
         ([3, 100], 16, [3, 12]),
