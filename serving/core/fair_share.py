@@ -39,7 +39,14 @@ class Tenant:
     @property
     def turn(self) -> float:
         """The lowest goes first."""
-        ahead = self.num_expected * OUTPUT_TOKEN_PRICE if self.num_running else -FIRST_STREAM_TOKENS
+        return self._turn(self.num_running, self.num_expected)
+
+    def turn_without(self, num_expected: int) -> float:
+        """The same, once one of its running requests, of which so many tokens are expected, waits again."""
+        return self._turn(self.num_running - 1, self.num_expected - num_expected)
+
+    def _turn(self, num_running: int, num_expected: int) -> float:
+        ahead = num_expected * OUTPUT_TOKEN_PRICE if num_running else -FIRST_STREAM_TOKENS
         return self.served + ahead / self.weight
 
 

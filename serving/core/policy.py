@@ -79,15 +79,21 @@ def pick_page_victim(wanting: Sequence, running: Iterable[Sequence]) -> Sequence
 def pick_fairness_victim(candidate: Sequence, running: Iterable[Sequence], excess: dict[str, float]) -> Sequence | None:
     """Who yields to a candidate whose tenant runs nothing: the latest of the tenant that is furthest above its share.
     excess: what each tenant holds of what is lacking, as a multiple of its share. None where no tenant is above it, or
-    only with requests of a higher class."""
+    only with requests of a higher class, or with such as would be next again before the candidate."""
     over = [
         s
         for s in running
         if s.request.priority >= candidate.request.priority
         and s.tenant is not candidate.tenant
         and excess[s.tenant.name] > 1.0
+        and (s.request.priority > candidate.request.priority or _comes_after(s, candidate))
     ]
     return max(over, key=lambda s: (excess[s.tenant.name], s.arrival), default=None)
+
+
+def _comes_after(running: Sequence, candidate: Sequence) -> bool:
+    """Whether it is behind a candidate of its class once it waits again."""
+    return (running.tenant.turn_without(running.num_expected), running.arrival) > tenant_turn(candidate)
 
 
 def pick_class_victim(

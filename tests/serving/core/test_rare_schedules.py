@@ -142,3 +142,19 @@ def test_a_chunk_behind_a_long_cached_prefix_keeps_to_the_objective_in_its_first
     plan = drive.plan()
     assert plan is not None and plan.decode and plan.prefill[0].start == 48
     assert len(plan.prefill[0].token_ids) == 4
+
+
+def test_nobody_yields_to_a_tenant_that_would_not_be_next() -> None:
+    """Else the slot goes back to who yielded it."""
+    drive = Drive(make_config(num_pages=400, max_context=512, aging_s=1.0))
+    drive.submit(make_request(0, 8, 400, tenant="light"))
+    drive.submit(*(make_request(i, 20, 60, tenant="heavy") for i in range(1, 13)))
+    while len(drive.finished) < 12:
+        drive.tick()
+    drive.submit(*(make_request(i, 8, 20, tenant="light") for i in range(40, 43)))
+    for _ in range(4):
+        drive.tick()
+    drive.submit(make_request(50, 8, 4, tenant="heavy"))
+    for _ in range(6):
+        drive.tick()
+    assert drive.preempted == [] and 50 not in drive.finished
