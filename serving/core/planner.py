@@ -184,9 +184,7 @@ class Planner:
         tenancies = self._tenancies
         num_free = sum(lane.slots.num_free for lane in tenancies.lanes)
         awaits_another = tenancies.shares.awaits_another(now_s, self._config.aging_s)
-        # Whom a lower class yields its slots to needs none kept from it, or what has yielded would be kept.
-        outranks = any(s.request.priority > sequence.request.priority for s in tenancies.running)
-        if not outranks and keeps_a_slot(sequence, num_free, tenancies.num_slots, awaits_another):
+        if keeps_a_slot(sequence, tenancies.running, num_free, tenancies.num_slots, awaits_another):
             return None
         lanes = [
             lane

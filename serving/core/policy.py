@@ -110,12 +110,17 @@ def pick_class_victim(
     return victim if num_held > max(1.0, CLASS_SHARE[lowest] * num_slots) else None
 
 
-def keeps_a_slot(candidate: Sequence, num_free: int, num_slots: int, awaits_another: bool) -> bool:
+def keeps_a_slot(
+    candidate: Sequence, running: Iterable[Sequence], num_free: int, num_slots: int, awaits_another: bool
+) -> bool:
     """Whether the last free slot stays free: another tenant paused within aging_s, and the candidate's runs already.
 
     Else each of its requests would preempt one, which then takes its slot back. With few slots one is too much to keep.
+    And no slot is kept from a class to which one that runs yields: the slot that was yielded would be the one to keep.
     """
-    return awaits_another and num_free <= 1 and num_slots >= MIN_RESERVE_SLOTS and candidate.tenant.num_running > 0
+    if not awaits_another or num_free > 1 or num_slots < MIN_RESERVE_SLOTS or not candidate.tenant.num_running:
+        return False
+    return all(s.request.priority <= candidate.request.priority for s in running)
 
 
 def worst_case_pages(sequence: Sequence, page_size: int) -> int:
