@@ -27,9 +27,9 @@ class SchedulerConfig:
     max_segments: most prefill segments (sampled rows of prefill) in a step.
 
     inter_token_s: objective for the gap between two tokens of a running stream; prefill chunks shrink so that measured
-    steps keep to it. None = chunks are as long as chunk_tokens. num_swap_pages: host pages of a lane for preempted
-    requests; 0 = they are always recomputed. aging_s: a priority class that was not served for so long counts one
-    higher.
+    steps keep to it. None = chunks are as long as chunk_tokens, as they always are in deterministic mode.
+    num_swap_pages: host pages of a lane for preempted requests; 0 = they are always recomputed. aging_s: a priority
+    class that was not served for so long counts one higher.
     deterministic: decode rows and prefill chunks never share a program, and there is one of each; chunks start and end
     at multiples of chunk_tokens (or with their prompt), and preemption swaps, see ``planner``. swap_page_s: what a page
     takes to the host and back, as measured at the start; 0 = not measured.
@@ -110,6 +110,11 @@ class SchedulerConfig:
             need(
                 self.preemption is not PreemptionPolicy.RECOMPUTE,
                 "deterministic mode never computes a request again: preemption must be swap or auto",
+            )
+            need(
+                self.inter_token_s is None,
+                "deterministic mode reads prompts in whole chunks of chunk_tokens and cannot size them by "
+                "inter_token_s (--inter-token-ms); lower chunk_tokens (--chunk-tokens) instead",
             )
 
     def lane_of_slot(self, slot: int) -> int:

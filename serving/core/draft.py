@@ -9,8 +9,9 @@ from headrace.serving.core.sequence import Sequence, num_pages_for
 
 
 class Draft:
-    """Adding a row marks it on the sequence as planned, and charges its tenant for what was not run before. decoding
-    and prefilling name the sequences of the rows. budget_tokens: prefill tokens of a lane that the step may have."""
+    """Adding a row marks it on the sequence as planned, and charges its tenant for what was not run before. loading,
+    decoding and prefilling name the sequences of the loads and rows; a sequence may be loaded and have no row yet.
+    budget_tokens: prefill tokens of a lane that the step may have."""
 
     def __init__(self, config: SchedulerConfig, step_id: int) -> None:
         self._config = config
@@ -22,6 +23,7 @@ class Draft:
         self._loads: list[SlotLoad] = []
         self._decode: list[DecodeRow] = []
         self._prefill: list[PrefillSegment] = []
+        self.loading: list[tuple[Sequence, SlotRef]] = []
         self.decoding: list[tuple[Sequence, SlotRef]] = []
         self.prefilling: list[tuple[Sequence, SlotRef]] = []
 
@@ -34,6 +36,8 @@ class Draft:
 
     def add_load(self, sequence: Sequence, slot: SlotRef) -> None:
         self._loads.append(SlotLoad(slot=slot, request=sequence.request, output_ids=tuple(sequence.outputs)))
+        self.loading.append((sequence, slot))
+        sequence.last_step = self.step_id
 
     def add_decode(self, sequence: Sequence, slot: SlotRef) -> None:
         """The next token of a sequence that has a page for its position."""
@@ -52,12 +56,7 @@ class Draft:
         sequence.num_computed += 1
         sequence.num_pending += 1
         sequence.last_step = self.step_id
-        if position >= sequence.num_charged:
-            sequence.tenant.charge(output_tokens=1)
-            sequence.num_charged = position + 1
-        if sequence.num_expected:
-            sequence.num_expected -= 1
-            sequence.tenant.num_expected -= 1
+        _charge(sequence, position, position + 1, samples=True)
 
     def add_prefill(self, sequence: Sequence, slot: SlotRef, length: int) -> None:
         """The next chunk of a prefilling sequence, of length tokens."""
@@ -80,9 +79,7 @@ class Draft:
         sequence.num_computed = end
         sequence.num_pending += samples
         sequence.last_step = sequence.prefill_step = self.step_id
-        if end > sequence.num_charged:
-            sequence.tenant.charge(prompt_tokens=end - max(start, sequence.num_charged))
-            sequence.num_charged = end
+        _charge(sequence, start, end, samples=samples)
 
     def seal(self, swap_out: tuple[PageCopy, ...] = ()) -> StepPlan:
         """All lanes run the same program: the one that the fullest needs."""
@@ -98,3 +95,15 @@ class Draft:
 
     def _pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         return tuple(sequence.pages[: num_pages_for(num_tokens, self._config.page_size)])
+
+
+def _charge(sequence: Sequence, start: int, end: int, *, samples: bool) -> None:
+    """For positions start … end - 1, as far as no plan ran them before, and for the token that the last samples."""
+    tenant = sequence.tenant
+    if end > sequence.num_charged:
+        num_prompt = min(end, len(sequence.request.prompt_ids)) - max(start, sequence.num_charged)
+        tenant.charge(prompt_tokens=max(0, num_prompt), output_tokens=int(samples))
+        sequence.num_charged = end
+    if samples and sequence.num_expected:
+        sequence.num_expected -= 1
+        tenant.num_expected -= 1

@@ -32,9 +32,21 @@ class Tenant:
         self.served += (prompt_tokens * PROMPT_TOKEN_PRICE + output_tokens * OUTPUT_TOKEN_PRICE) / self.weight
 
     @property
+    def waits(self) -> bool:
+        """Whether one of its requests has no slot."""
+        return self.num_live > self.num_running
+
+    @property
     def turn(self) -> float:
         """The lowest goes first."""
-        ahead = self.num_expected * OUTPUT_TOKEN_PRICE if self.num_running else -FIRST_STREAM_TOKENS
+        return self._turn(self.num_running, self.num_expected)
+
+    def turn_without(self, num_expected: int) -> float:
+        """The same, once one of its running requests, of which so many tokens are expected, waits again."""
+        return self._turn(self.num_running - 1, self.num_expected - num_expected)
+
+    def _turn(self, num_running: int, num_expected: int) -> float:
+        ahead = num_expected * OUTPUT_TOKEN_PRICE if num_running else -FIRST_STREAM_TOKENS
         return self.served + ahead / self.weight
 
 
@@ -43,18 +55,20 @@ class FairShare:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._last_idle_s: float | None = None
+        self._idle_since_s: dict[str, float] = {}
+        """Of tenants that may come back, the last to go last."""
 
     def join(self, name: str, weight: float) -> Tenant:
-        """One more live request. A tenant that was idle starts at the least served of the active: time in which it
-        wanted nothing earns nothing."""
+        """One more live request. A tenant of which none waits starts beside the least served of those that wait: time
+        in which it wanted no more than it had earns nothing."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
         tenant.weight = weight
-        if tenant.num_live == 0:
+        if not tenant.waits:
             tenant.served = max(tenant.served, self._floor())
         tenant.num_live += 1
+        self._idle_since_s.pop(name, None)
         return tenant
 
     def leave(self, tenant: Tenant, now_s: float) -> None:
@@ -62,24 +76,30 @@ class FairShare:
         tenant.num_live -= 1
         if tenant.num_live:
             return
-        self._last_idle_s = now_s
-        floor = self._floor()
+        self._idle_since_s[tenant.name] = now_s
+        floor = min((t.served for t in self._tenants.values() if t.num_live), default=0.0)
         is_busy = any(t.num_live for t in self._tenants.values())
         self._tenants = {n: t for n, t in self._tenants.items() if t.num_live or (is_busy and t.served > floor)}
         if not is_busy:
-            self._last_idle_s = None
+            self._idle_since_s.clear()
 
-    def part_of(self, tenant: Tenant, whole: int) -> float:
-        """The tenant's share of a whole, by weight among the active."""
-        return whole * tenant.weight / sum(t.weight for t in self._tenants.values() if t.num_live)
+    def parts_of(self, whole: int) -> dict[str, float]:
+        """Shares of a whole by name, by weight among the active."""
+        active = self.active
+        total = sum(t.weight for t in active)
+        return {t.name: whole * t.weight / total for t in active}
 
     def awaits_another(self, now_s: float, window_s: float) -> bool:
-        """A tenant has become idle within the window, and may come back."""
-        return self._last_idle_s is not None and now_s - self._last_idle_s < window_s
+        """A tenant has become idle within the window, and is not back."""
+        while self._idle_since_s and now_s - next(iter(self._idle_since_s.values())) >= window_s:
+            del self._idle_since_s[next(iter(self._idle_since_s))]
+        return bool(self._idle_since_s)
 
     @property
     def active(self) -> tuple[Tenant, ...]:
         return tuple(t for t in self._tenants.values() if t.num_live)
 
     def _floor(self) -> float:
-        return min((t.served for t in self._tenants.values() if t.num_live), default=0.0)
+        """Where nobody waits nobody is owed anything: then all who come are put beside the most served."""
+        waiting = [t.served for t in self._tenants.values() if t.waits]
+        return min(waiting) if waiting else max((t.served for t in self.active), default=0.0)

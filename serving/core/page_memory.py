@@ -81,9 +81,13 @@ class PageMemory:
         return True
 
     def take_back(self, sequence: Sequence, num_spare: int) -> bool:
-        """The same for a sequence whose pages no plan has copied out yet: it gets those very pages."""
+        """The same for a sequence whose pages no plan has copied out yet: it gets those very pages. False also where a
+        row of the step that is being planned took one of them: then that step copies them out first."""
+        swapped = sequence.swapped
         num_known = num_pages_for(sequence.num_tokens, self._page_size)
         hold = next(h for h in self._holds if h.leaving is sequence)
+        if swapped is None or not set(swapped.device_pages) <= set(hold.pages):
+            return False
         self._holds.remove(hold)
         if num_known - len(hold.pages) + num_spare > self.num_available:
             self._holds.append(hold)

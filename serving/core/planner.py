@@ -15,6 +15,7 @@ from headrace.serving.core.lane import Lane
 from headrace.serving.core.policy import (
     MAX_YIELDS,
     YIELDS,
+    class_level,
     guard_fits,
     keeps_a_slot,
     must_guard,
@@ -35,31 +36,34 @@ ChunkTurn = tuple[int, float, int, int]
 
 
 class Planner:
-    """Fills the draft of a step. first_admission: told of each request that starts for the first time."""
+    """Fills the draft of a step. prefix_*_tokens: of requests that start for the first time, those of their prompts and
+    those found cached."""
 
     def __init__(self, tenancies: Tenancies) -> None:
         self._config: SchedulerConfig = tenancies.config
         self._tenancies = tenancies
         self._share = share_cells if tenancies.config.deterministic else share_chunks
         self._last_was_prefill = False
+        self._now_s = 0.0
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
 
     def fill(self, draft: Draft, now_s: float) -> None:
         """Rows, loads and copies of the step; an empty draft if nothing can run."""
         tenancies = self._tenancies
+        self._now_s = now_s
         if tenancies.waiting:
             self._yield_a_slot(now_s)
         num_preemptions = tenancies.num_preemptions
         for decodes, prefills in self._kinds():
             if decodes:
                 self._plan_decode(draft, now_s)
-            if draft.decoding:
-                starts = (s.num_computed for s in tenancies.running if s.is_prefilling)
-                draft.budget_tokens = self._budget(max(starts, default=0))
+            self._set_budget(draft)
             if tenancies.num_preemptions == num_preemptions:
                 self._admit(draft, now_s, decodes=decodes, prefills=prefills)
             if prefills:
+                # Again: what was admitted may start behind a long prefix.
+                self._set_budget(draft)
                 self._plan_prefill(draft)
             if not draft.is_empty:
                 break
@@ -71,8 +75,11 @@ class Planner:
             return ((True, True),)
         return ((True, False), (False, True)) if self._last_was_prefill else ((False, True), (True, False))
 
-    def _budget(self, start: int) -> int:
-        return self._config.chunk_tokens if self._config.deterministic else self._tenancies.cost.budget_tokens(start)
+    def _set_budget(self, draft: Draft) -> None:
+        """Prompt tokens of the step beside running streams, by the prompt that is furthest."""
+        if draft.decoding and not self._config.deterministic:
+            starts = (s.num_computed for s in self._tenancies.running if s.is_prefilling)
+            draft.budget_tokens = self._tenancies.cost.budget_tokens(max(starts, default=0))
 
     # Decode
 
@@ -137,7 +144,7 @@ class Planner:
             num_usable = sum(lane.memory.pool.num_usable for lane in tenancies.lanes)
             for sequence in tenancies.running:
                 num_held[sequence.tenant.name] += len(sequence.pages)
-        return {t.name: num_held[t.name] / tenancies.shares.part_of(t, num_usable) for t in tenancies.shares.active}
+        return {name: num_held[name] / part for name, part in tenancies.shares.parts_of(num_usable).items()}
 
     def _is_full(self, candidate: Sequence, lane: Lane) -> bool:
         """Without a slot, or without pages though none is about to come back."""
@@ -177,7 +184,7 @@ class Planner:
         tenancies = self._tenancies
         num_free = sum(lane.slots.num_free for lane in tenancies.lanes)
         awaits_another = tenancies.shares.awaits_another(now_s, self._config.aging_s)
-        if keeps_a_slot(sequence, num_free, tenancies.num_slots, awaits_another):
+        if keeps_a_slot(sequence, tenancies.running, num_free, tenancies.num_slots, awaits_another):
             return None
         lanes = [
             lane
@@ -223,6 +230,7 @@ class Planner:
             for sequence, length in zip(claims, chunks, strict=True):
                 if length and sequence.slot is not None:
                     draft.add_prefill(sequence, sequence.slot, length)
+                    sequence.read_s = self._now_s
 
     def _has_chunk(self, sequence: Sequence, lane: Lane, budget_tokens: int) -> bool:
         """Whether a waiting sequence would get a chunk in this step."""
@@ -247,8 +255,11 @@ class Planner:
         return self._share(needs, budget_tokens, config.block_tokens, config.max_segments)
 
     def _chunk_turn(self, sequence: Sequence, budget_tokens: int) -> ChunkTurn:
-        """As ``running_turn``; where a step has one block only, prompts of a tenant take turns."""
-        level, turn, arrival = running_turn(sequence)
+        """As ``running_turn``, but a prompt without a chunk for long counts as of a higher class, or those of higher
+        ones could keep it from its end for ever; where a step has one block only, prompts of a tenant take turns."""
+        _, turn, arrival = running_turn(sequence)
+        waited_s = 0.0 if sequence.slot is None else self._now_s - sequence.read_s
+        level = class_level(sequence.request.priority, waited_s, self._config.aging_s)
         waits_for = 0
         if budget_tokens < 2 * self._config.block_tokens and sequence.prefill_step is not None:
             waits_for = 1 + sequence.prefill_step

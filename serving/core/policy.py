@@ -33,7 +33,7 @@ MIN_RESERVE_SLOTS = 4
 
 def class_level(priority: Priority, waited_s: float, aging_s: float) -> int:
     """Level of a class among classes: its own, one higher for each aging_s that it was not served; waited_s: since one
-    of its requests was started last, or since the one whose turn it is was submitted, if that is later.
+    of its requests was started or preempted last, or since the oldest that waits was submitted, if that is later.
 
     After two aging_s without service every class is on the highest level. There the tenant that was served least goes
     first, and at equal service the earlier request: as those who go before it are served, its turn comes. Within its
@@ -79,15 +79,21 @@ def pick_page_victim(wanting: Sequence, running: Iterable[Sequence]) -> Sequence
 def pick_fairness_victim(candidate: Sequence, running: Iterable[Sequence], excess: dict[str, float]) -> Sequence | None:
     """Who yields to a candidate whose tenant runs nothing: the latest of the tenant that is furthest above its share.
     excess: what each tenant holds of what is lacking, as a multiple of its share. None where no tenant is above it, or
-    only with requests of a higher class."""
+    only with requests of a higher class, or with such as would be next again before the candidate."""
     over = [
         s
         for s in running
         if s.request.priority >= candidate.request.priority
         and s.tenant is not candidate.tenant
         and excess[s.tenant.name] > 1.0
+        and (s.request.priority > candidate.request.priority or _comes_after(s, candidate))
     ]
     return max(over, key=lambda s: (excess[s.tenant.name], s.arrival), default=None)
+
+
+def _comes_after(running: Sequence, candidate: Sequence) -> bool:
+    """Whether it is behind a candidate of its class once it waits again."""
+    return (running.tenant.turn_without(running.num_expected), running.arrival) > tenant_turn(candidate)
 
 
 def pick_class_victim(
@@ -104,12 +110,17 @@ def pick_class_victim(
     return victim if num_held > max(1.0, CLASS_SHARE[lowest] * num_slots) else None
 
 
-def keeps_a_slot(candidate: Sequence, num_free: int, num_slots: int, awaits_another: bool) -> bool:
+def keeps_a_slot(
+    candidate: Sequence, running: Iterable[Sequence], num_free: int, num_slots: int, awaits_another: bool
+) -> bool:
     """Whether the last free slot stays free: another tenant paused within aging_s, and the candidate's runs already.
 
     Else each of its requests would preempt one, which then takes its slot back. With few slots one is too much to keep.
+    And no slot is kept from a class to which one that runs yields: the slot that was yielded would be the one to keep.
     """
-    return awaits_another and num_free <= 1 and num_slots >= MIN_RESERVE_SLOTS and candidate.tenant.num_running > 0
+    if not awaits_another or num_free > 1 or num_slots < MIN_RESERVE_SLOTS or not candidate.tenant.num_running:
+        return False
+    return all(s.request.priority <= candidate.request.priority for s in running)
 
 
 def worst_case_pages(sequence: Sequence, page_size: int) -> int:

@@ -72,10 +72,12 @@ class _Counters:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A plan without a result yet, when it was made, whose rows it has, and whose KV it copies to the host."""
+    """A plan without a result yet, when it was made, whose loads and rows it has, and whose KV it copies to the
+    host."""
 
     plan: StepPlan
     planned_s: float
+    loading: tuple[tuple[Sequence, SlotRef], ...]
     decoding: tuple[tuple[Sequence, SlotRef], ...]
     prefilling: tuple[tuple[Sequence, SlotRef], ...]
     leaving: tuple[tuple[Sequence, Swapped], ...]
@@ -154,7 +156,8 @@ class Scheduler:
             return None
         leaving = tenancies.carry_out()
         plan = draft.seal(tuple(copy for _, swapped in leaving for copy in swapped.copies))
-        self._flights.append(_Flight(plan, now_s, tuple(draft.decoding), tuple(draft.prefilling), leaving))
+        rows = tuple(draft.loading), tuple(draft.decoding), tuple(draft.prefilling)
+        self._flights.append(_Flight(plan, now_s, *rows, leaving))
         tenancies.next_step += 1
         tenancies.oldest_in_flight = self._flights[0].plan.step_id
         return plan
@@ -180,7 +183,8 @@ class Scheduler:
         return self._told(events)
 
     def fail_plan(self, plan: StepPlan, code: str, message: str, now_s: float) -> list[Event]:
-        """A plan in flight has no result: end the requests in it with ERROR, and no other.
+        """A plan in flight has no result: end the requests in it, also those that it only loaded, with ERROR, and no
+        other.
 
         KV that it was to copy to the host, or that was copied after it may have damaged it, is computed again; in
         deterministic mode, which never does that, such a request ends too.
@@ -191,7 +195,7 @@ class Scheduler:
         self._tenancies.cost.forget_gap()
         self._land(flight)
         ended, lost = [], []
-        for sequence, slot in flight.decoding + flight.prefilling:
+        for sequence, slot in dict.fromkeys(flight.loading + flight.decoding + flight.prefilling):
             if sequence.slot == slot:
                 self._tenancies.lane_of(sequence).memory.distrust(sequence)
                 ended.append(sequence)

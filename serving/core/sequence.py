@@ -21,8 +21,8 @@ class Sequence:
 
     Of the present tenancy, reset by ``clear_tenancy``: slot, pages, num_computed (leading positions whose KV some plan
     made so far writes or finds cached), num_to_prefill, num_pending (samples in flight), last_step (id of the newest
-    plan that names this sequence), prefill_step (of the newest that has a chunk of it), is_guarded (its worst case is
-    set aside: it is not preempted for pages).
+    plan that loads this sequence or has a row of it), prefill_step (of the newest that has a chunk of it), read_s (when
+    that was, or the start), is_guarded (its worst case is set aside: it is not preempted for pages).
     """
 
     request: Request
@@ -43,6 +43,7 @@ class Sequence:
     tenant: Tenant = field(default_factory=Tenant)
     is_guarded: bool = False
     prefill_step: int | None = None
+    read_s: float = 0.0
     swapped: Swapped | None = None
     num_charged: int = 0
     num_expected: int = 0

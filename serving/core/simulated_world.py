@@ -207,7 +207,7 @@ def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
         prefix_cache=draw.chance(80),
         max_steps_in_flight=draw.pick((1, 2, 2)),
         num_lanes=draw.pick((1, 1, 1, 2, 3)),
-        inter_token_s=draw.pick((None, None, 0.012, 0.05)),
+        inter_token_s=draw.pick((None,) * 4 if deterministic else (None, None, 0.012, 0.05)),
         num_swap_pages=num_swap_pages,
         preemption=draw.pick(policies),
         aging_s=draw.pick((0.02, 0.2, 10.0)),

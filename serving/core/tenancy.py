@@ -73,6 +73,7 @@ class Tenancies:
         """A slot for a waiting sequence that has pages, and what has to be copied in before it runs."""
         self.waiting.start(sequence, now_s)
         slot = sequence.slot = lane.slots.take()
+        sequence.read_s = now_s
         insort(self.running, sequence, key=arrival_rank)
         sequence.tenant.num_running += 1
         num_left = sequence.request.stop.max_tokens - len(sequence.outputs)
@@ -120,6 +121,7 @@ class Tenancies:
         sequence.preempted[reason, action] = sequence.preempted.get((reason, action), 0) + 1
         sequence.preempted_at_s = now_s
         self.waiting.add(sequence)
+        self.waiting.note_service(sequence.request.priority, now_s)
         self.events.append(
             Preempted(request_id=sequence.request.request_id, reason=reason, action=action, num_pages=num_pages)
         )

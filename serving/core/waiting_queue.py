@@ -24,7 +24,7 @@ class WaitingQueue:
         self._max_prompt_tokens = config.max_queued_prompt_tokens
         self._aging_s = config.aging_s
         self._classes: dict[Priority, Lines] = {priority: {} for priority in Priority}
-        self._started_s = dict.fromkeys(Priority, float("-inf"))
+        self._served_s = dict.fromkeys(Priority, float("-inf"))
         self._num_waiting = 0
         self._num_prompt_tokens = 0
         self._drain_rate = DrainRate()
@@ -44,12 +44,12 @@ class WaitingQueue:
 
     def first(self, now_s: float) -> Sequence:
         """Whose turn it is; there must be one."""
-        heads = {
-            priority: min((line[0] for line in lines.values()), key=tenant_turn)
+        heads = [
+            (self._level(priority, lines, now_s), min((line[0] for line in lines.values()), key=tenant_turn))
             for priority, lines in self._classes.items()
             if lines
-        }
-        return min(heads.values(), key=lambda head: (self._level(head, now_s), *tenant_turn(head)))
+        ]
+        return min(heads, key=lambda head: (head[0], *tenant_turn(head[1])))[1]
 
     def wait_s(self, tenant: str, priority: Priority, now_s: float) -> float:
         """At least so long a new request waits, by the measured rate: until those have left that wait in its tenant's
@@ -97,8 +97,12 @@ class WaitingQueue:
     def start(self, sequence: Sequence, now_s: float) -> None:
         """Remove a sequence because it runs from now on."""
         self.remove(sequence)
-        self._started_s[sequence.request.priority] = now_s
+        self.note_service(sequence.request.priority, now_s)
         self._drain_rate.on_leave(now_s, self._num_waiting > 0)
+
+    def note_service(self, priority: Priority, now_s: float) -> None:
+        """A request of the class started, or ran until now and was preempted: its class ages from here on."""
+        self._served_s[priority] = now_s
 
     def check(self) -> None:
         """Raise InvariantError if an order, a count or a waiting sequence is wrong."""
@@ -117,6 +121,6 @@ class WaitingQueue:
             if s.slot is not None or s.pages or s.num_pending or s.num_computed:
                 raise InvariantError(f"waiting request {s.request.request_id} holds state of a tenancy")
 
-    def _level(self, head: Sequence, now_s: float) -> int:
-        priority = head.request.priority
-        return class_level(priority, now_s - max(head.submitted_s, self._started_s[priority]), self._aging_s)
+    def _level(self, priority: Priority, lines: Lines, now_s: float) -> int:
+        since_s = min(line[0].submitted_s for line in lines.values())
+        return class_level(priority, now_s - max(since_s, self._served_s[priority]), self._aging_s)

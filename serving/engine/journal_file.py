@@ -94,7 +94,8 @@ class JournalFile:
         line = encode_record(record)
         if self._num_bytes + len(line) > self._limit_bytes:
             reason = f"the file has reached its limit of {self._limit_bytes} bytes (--journal-limit)"
-            self._append(encode_record(End(reason=reason)))
+            if not isinstance(record, Header):
+                self._append(encode_record(End(reason=reason)))
             self._stop(reason)
         elif self._pending_bytes + len(line) > MAX_PENDING_BYTES:
             self._stop("the disk is too slow for it")

@@ -71,9 +71,11 @@ def test_a_tenant_is_charged_once_for_what_is_computed() -> None:
     sequence.num_computed = 0
     draft.add_prefill(sequence, SlotRef(0, 1), 24)
     assert sequence.tenant.served == 20 * PROMPT_TOKEN_PRICE / 2, "20 of the 24 were computed before"
+    draft.add_prefill(sequence, SlotRef(0, 1), 6)
+    assert sequence.tenant.served == (26 * PROMPT_TOKEN_PRICE + OUTPUT_TOKEN_PRICE) / 2, "the last chunk samples"
     sequence.outputs = [1]
     draft.add_decode(sequence, SlotRef(0, 1))
-    assert sequence.tenant.served == (20 * PROMPT_TOKEN_PRICE + OUTPUT_TOKEN_PRICE) / 2
+    assert sequence.tenant.served == (26 * PROMPT_TOKEN_PRICE + 2 * OUTPUT_TOKEN_PRICE) / 2
 
 
 def test_a_load_carries_the_outputs_so_far() -> None:

@@ -34,8 +34,44 @@ def test_accounts_are_closed_when_nobody_is_active_and_stay_few() -> None:
 
 def test_slots_are_shared_by_weight_among_the_active() -> None:
     shares = FairShare()
-    light, heavy = shares.join("light", 1.0), shares.join("heavy", 3.0)
-    assert (shares.part_of(light, 8), shares.part_of(heavy, 8)) == (2.0, 6.0)
+    _, heavy = shares.join("light", 1.0), shares.join("heavy", 3.0)
+    assert shares.parts_of(8) == {"light": 2.0, "heavy": 6.0}
     shares.leave(heavy, 5.0)
-    assert shares.part_of(light, 8) == 8.0
+    assert shares.parts_of(8) == {"light": 8.0}
     assert shares.awaits_another(6.0, 10.0) and not shares.awaits_another(15.0, 10.0)
+
+
+def test_a_tenant_whose_requests_all_run_saves_nothing_for_later() -> None:
+    shares = FairShare()
+    light, heavy = shares.join("light", 1.0), shares.join("heavy", 1.0)
+    light.num_running = heavy.num_running = 1
+    shares.join("heavy", 1.0)
+    heavy.charge(output_tokens=500)
+    light.charge(output_tokens=5)
+    shares.join("light", 1.0)
+    assert light.served == 1000, "another of its requests begins beside those that wait"
+    heavy.charge(output_tokens=500)
+    shares.join("light", 1.0)
+    assert light.served == 1000, "while one of its own waits it is owed"
+
+
+def test_while_nobody_waits_all_who_come_are_equal() -> None:
+    shares = FairShare()
+    first, second = shares.join("a", 1.0), shares.join("b", 1.0)
+    first.num_running = second.num_running = 1
+    first.charge(output_tokens=500)
+    assert shares.join("b", 1.0).served == shares.join("c", 1.0).served == 1000
+
+
+def test_a_tenant_is_awaited_only_until_it_is_back() -> None:
+    shares = FairShare()
+    _, first, second = (shares.join(name, 1.0) for name in ("busy", "a", "b"))
+    shares.leave(first, 1.0)
+    shares.leave(second, 3.0)
+    second = shares.join("b", 1.0)
+    assert shares.awaits_another(10.0, 10.0), "a is not back"
+    first = shares.join("a", 1.0)
+    assert not shares.awaits_another(10.0, 10.0)
+    shares.leave(first, 11.0)
+    shares.leave(second, 13.0)
+    assert shares.awaits_another(22.0, 10.0) and not shares.awaits_another(23.0, 10.0)

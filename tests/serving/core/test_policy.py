@@ -108,11 +108,14 @@ def test_a_class_above_its_share_of_slots_yields_to_a_higher_one(
 
 def test_a_slot_is_kept_for_a_tenant_that_paused() -> None:
     greedy, new = sequence(0, tenant=Tenant(num_running=3)), sequence(1, tenant=Tenant())
-    assert keeps_a_slot(greedy, 1, 4, awaits_another=True)
-    assert not keeps_a_slot(greedy, 2, 4, awaits_another=True)
-    assert not keeps_a_slot(greedy, 1, 3, awaits_another=True)
-    assert not keeps_a_slot(greedy, 1, 4, awaits_another=False)
-    assert not keeps_a_slot(new, 1, 4, awaits_another=True)
+    assert keeps_a_slot(greedy, [], 1, 4, awaits_another=True)
+    assert not keeps_a_slot(greedy, [], 2, 4, awaits_another=True)
+    assert not keeps_a_slot(greedy, [], 1, 3, awaits_another=True)
+    assert not keeps_a_slot(greedy, [], 1, 4, awaits_another=False)
+    assert not keeps_a_slot(new, [], 1, 4, awaits_another=True)
+    low = sequence(2, tenant=greedy.tenant, priority=Priority.LOW)
+    assert keeps_a_slot(greedy, [greedy], 1, 4, awaits_another=True)
+    assert not keeps_a_slot(greedy, [greedy, low], 1, 4, awaits_another=True), "it yields to the candidate"
 
 
 def test_one_page_per_running_sequence_stays_free_but_for_a_guarded_one() -> None:

@@ -256,6 +256,10 @@ def test_deterministic_mode_swaps_or_waits(num_swap_pages: int) -> None:
             },
             "never computes a request again",
         ),
+        (
+            {"deterministic": True, "decode_rows": (4,), "prefill_tokens": (16,), "inter_token_s": 0.25},
+            "cannot size them by inter_token_s",
+        ),
         ({"preemption": PreemptionPolicy.SWAP}, "needs num_swap_pages"),
     ],
 )

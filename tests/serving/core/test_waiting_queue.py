@@ -1,8 +1,9 @@
 import pytest
 
 from headrace.serving.core.errors import InvariantError
+from headrace.serving.core.fair_share import Tenant
 from headrace.serving.core.plan import SlotRef
-from headrace.serving.core.request import RejectionReason
+from headrace.serving.core.request import Priority, RejectionReason
 from headrace.serving.core.sequence import Sequence
 from headrace.serving.core.waiting_queue import WaitingQueue
 from tests.serving.core.driver import make_config, make_request
@@ -70,3 +71,23 @@ def test_check_finds_damage(damage: str) -> None:
         first.slot = SlotRef(0, 1)
     with pytest.raises(InvariantError):
         queue.check()
+
+
+def test_a_class_ages_though_the_one_whose_turn_it_is_has_just_come() -> None:
+    """Else requests that come, and go before they start, keep the others of their class from ever being served."""
+    queue = WaitingQueue(make_config(aging_s=10.0))
+    for arrival, submitted_s, served, priority in (
+        (0, 0.0, 100.0, Priority.LOW),
+        (1, 95.0, 0.0, Priority.LOW),
+        (2, 99.0, 50.0, Priority.HIGH),
+    ):
+        queue.add(
+            Sequence(
+                request=make_request(arrival, 5, priority=priority),
+                arrival=arrival,
+                submitted_s=submitted_s,
+                tenant=Tenant(str(arrival), served=served),
+            )
+        )
+    assert queue.first(100.0).arrival == 1, "the class was not served for 100 s; in it the tenant had least"
+    assert queue.first(5.0).arrival == 2

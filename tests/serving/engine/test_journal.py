@@ -255,8 +255,13 @@ def test_the_limit_stops_the_journal_with_a_last_record_and_one_line(
     assert "has reached its limit of 6000 bytes" in caplog.text
     records = list(read_journal(tmp_path / "journal"))
     assert isinstance(records[-1], End) and "--journal-limit" in records[-1].reason
-    assert (tmp_path / "journal").stat().st_size < 6000 + 200
+    size = (tmp_path / "journal").stat().st_size
+    assert size < 6000 + 200
     assert replay(records).difference is None
+    again = JournalFile(JournalOptions(path=str(tmp_path / "journal"), limit_bytes=6000))
+    mixed_run(again)
+    again.close()
+    assert again.stopped_by is not None and (tmp_path / "journal").stat().st_size == size, "no segment began"
 
 
 def test_a_full_disk_stops_the_journal_and_not_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
