@@ -26,7 +26,7 @@ from headrace.sharding.mesh_shape import MeshShape, parse_mesh
 
 QUERY_BLOCK_TOKENS = 64
 """A prefill segment is padded to this many tokens where the chunk allows: a block of queries reads the KV once."""
-FINE_QUERY_BLOCK_TOKENS = 32
+FINE_QUERY_BLOCK_TOKENS = 16
 """With an objective for the gap between tokens, which late chunks of a long prompt keep to only if they are short."""
 DEFAULT_KV_BYTES = 1 << 30
 """On CPU, where memory is shared with everything else."""

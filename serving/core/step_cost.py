@@ -12,6 +12,9 @@ from headrace.serving.core.plan import ProgramKind, StepPlan
 
 SMOOTHING = 0.2
 """Weight of the newest step in a running mean: the last ten or so count."""
+PAIR_SMOOTHING = 0.02
+"""The same for what attention costs, which is the machine's and hardly changes: a slope needs many points, and one
+that is off makes long chunks look cheap."""
 MAX_SURPRISE = 2.0
 """A step that took more than so many times what was expected counts as so many times: one hiccup changes little, and a
 lasting change is followed within a few steps."""
@@ -127,8 +130,8 @@ class StepCost:
         else:
             surprise = min(seconds, MAX_SURPRISE * mean.seconds) - mean.seconds
             more = pairs - mean.attention
-            self._variance += SMOOTHING * (more * more - self._variance)
-            self._covariance += SMOOTHING * (more * surprise - self._covariance)
+            self._variance += PAIR_SMOOTHING * (more * more - self._variance)
+            self._covariance += PAIR_SMOOTHING * (more * surprise - self._covariance)
             mean.seconds += SMOOTHING * surprise
             mean.attention += SMOOTHING * more
         for other, its in self._mixed.items():

@@ -106,7 +106,7 @@ async def test_hosts(fake_server: LiveServer, host: str, is_ours: bool) -> None:
         (lambda s: upgrade(s, path="/v1/completions"), 404),
         (lambda s: upgrade(s, path="/"), 404),
         (lambda s: get(s, path="/v1/stream"), 404),
-        (lambda s: upgrade(s, "Sec-WebSocket-Version: 12"), 400),
+        (lambda s: upgrade(s, "Sec-WebSocket-Version: 12"), 426),
         (lambda s: upgrade(s, "Sec-WebSocket-Key: short"), 400),
         (lambda s: upgrade(s, "X: " + "x" * 65_536), 431),
         (lambda s: get(s, "X: " + "x" * 65_536), 431),

@@ -186,6 +186,6 @@ def test_scheduling_options_that_cannot_work_are_refused_by_name(changes: dict[s
 def test_an_objective_has_finer_programs_and_deterministic_mode_one_of_each() -> None:
     assert resolve(OPTIONS, SMOLLM2).scheduler.prefill_tokens == (64, 256)
     fine = resolve(replace(OPTIONS, inter_token_ms=250.0), SMOLLM2).scheduler
-    assert (fine.prefill_tokens, fine.inter_token_s) == ((64, 128, 256), 0.25)
+    assert (fine.prefill_tokens, fine.inter_token_s) == ((16, 32, 64, 128, 256), 0.25)
     exact = resolve(replace(OPTIONS, deterministic=True), SMOLLM2).scheduler
     assert (exact.decode_rows, exact.prefill_tokens, exact.chunk_grid) == ((16,), (256,), 256)
