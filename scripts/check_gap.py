@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -34,8 +35,8 @@ MIN_RATE_SHARE = 0.6
 
 
 class Bench:
-    def __init__(self, client: StreamClient, args: Namespace, progress: Progress) -> None:
-        self._client, self._args, self._progress = client, args, progress
+    def __init__(self, client: StreamClient, args: Namespace) -> None:
+        self._client, self._args = client, args
         self._rng = random.Random(args.seed)
         self._ids = itertools.count()
 
@@ -56,7 +57,7 @@ class Bench:
             raise RuntimeError(f"the prompt came to nothing: {history.terminals}")
         return deltas[0][0] - history.sent_s
 
-    async def among_streams(self) -> dict[str, object]:
+    async def among_streams(self) -> "Beside":
         """Gaps of the streams before a prompt arrives, and from then until it is read."""
         streams = [await self.ask(STREAM_PROMPT_TOKENS, STREAM_TOKENS) for _ in range(self._args.streams)]
         while not all(len(history.of_type("delta")) > 8 for history in streams):
@@ -72,10 +73,22 @@ class Bench:
         for history in streams:
             async with asyncio.timeout(LIMIT_S):
                 await history.ended.wait()
+        return Beside(seconds, gaps_ms(streams, start_s, arrival_s), gaps_ms(streams, arrival_s, end_s + SETTLE_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Of one prompt among streams: seconds to its first token, and gaps of the streams before it and beside it."""
+
+    seconds: float
+    alone_ms: list[float]
+    beside_ms: list[float]
+
+    def as_json(self) -> dict[str, object]:
         return {
-            "seconds": round(seconds, 3),
-            "gaps_alone": _largest(gaps_ms(streams, start_s, arrival_s)),
-            "gaps_beside_the_prompt": _largest(gaps_ms(streams, arrival_s, end_s + SETTLE_S)),
+            "seconds": round(self.seconds, 3),
+            "gaps_alone": _largest(self.alone_ms),
+            "gaps_beside_the_prompt": _largest(self.beside_ms),
         }
 
 
@@ -96,11 +109,11 @@ async def run(server: LiveServer, args: Namespace) -> tuple[bool, dict[str, obje
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("prompts", total=2 * args.repeats + 1)
         async with StreamClient(server.stream_url) as client:
-            bench = Bench(client, args, progress)
+            bench = Bench(client, args)
             await bench.first_token_s()  # Steps are measured once before anything counts.
             progress.advance(bar)
             alone: list[float] = []
-            beside: list[dict[str, object]] = []
+            beside: list[Beside] = []
             for _ in range(args.repeats):
                 alone.append(await bench.first_token_s())
                 progress.advance(bar)
@@ -109,17 +122,17 @@ async def run(server: LiveServer, args: Namespace) -> tuple[bool, dict[str, obje
     return judged(alone, beside, args)
 
 
-def judged(alone: list[float], beside: list[dict[str, object]], args: Namespace) -> tuple[bool, dict[str, object]]:
+def judged(alone: list[float], beside: list[Beside], args: Namespace) -> tuple[bool, dict[str, object]]:
     """Every repetition must keep the gap; the share of the rate is of the medians."""
     solo_s = statistics.median(alone)
-    beside_s = statistics.median(float(str(one["seconds"])) for one in beside)
-    largest_ms = max(float(str(one["gaps_beside_the_prompt"]["largest_ms"])) for one in beside)  # type: ignore[index]
+    beside_s = statistics.median(one.seconds for one in beside)
+    largest_ms = max(max(one.beside_ms) for one in beside)
     found = {
         "solo_seconds": [round(seconds, 3) for seconds in alone],
         "solo_tokens_per_s": round(args.prompt_tokens / solo_s, 1),
         "share_of_the_solo_rate": round(solo_s / beside_s, 3),
-        "largest_gap_ms": largest_ms,
-        "repetitions": beside,
+        "largest_gap_ms": round(largest_ms, 1),
+        "repetitions": [one.as_json() for one in beside],
     }
     return largest_ms <= MAX_GAP_MS and solo_s / beside_s >= MIN_RATE_SHARE, found
 

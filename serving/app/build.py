@@ -7,6 +7,7 @@ pages) is known in the engine process alone, which reports it when it is ready.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypedDict
 
 import msgspec
 
@@ -194,8 +195,6 @@ def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat(
         raise ConfigError(
             f"chunk_tokens {options.chunk_tokens} must be a multiple of page_size {page_size}; try {near}"
         )
-    most_in_block = QUERY_BLOCK_TOKENS if options.inter_token_ms is None else FINE_QUERY_BLOCK_TOKENS
-    block = query_block(page_size, options.chunk_tokens, most_in_block)
     lanes = mesh_shape(options).data
     slots = -(-options.num_slots // lanes)
     per_token = kv.token_bytes(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
@@ -207,9 +206,13 @@ def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat(
         num_pages=_num_pages(options, wanted, per_token * page_size),
         max_context=context,
         chunk_tokens=options.chunk_tokens,
-        block_tokens=block,
-        decode_rows=(slots,) if options.deterministic else ladder(1, slots),
-        prefill_tokens=_prefill_ladder(options, block),
+        **program_shapes(
+            page_size=page_size,
+            num_slots=slots,
+            chunk_tokens=options.chunk_tokens,
+            has_objective=options.inter_token_ms is not None,
+            is_deterministic=options.deterministic,
+        ),
         max_queued_requests=options.max_queued_requests,
         max_queued_prompt_tokens=options.max_queued_prompt_tokens,
         prefix_cache=options.prefix_cache,
@@ -253,6 +256,27 @@ def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
         raise ConfigError(f"{' and '.join(given)} both give the size of the KV pool; set one of them")
 
 
+class ProgramShapes(TypedDict):
+    """Fields of a SchedulerConfig that say which programs there are."""
+
+    block_tokens: int
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+
+
+def program_shapes(
+    *, page_size: int, num_slots: int, chunk_tokens: int, has_objective: bool, is_deterministic: bool
+) -> ProgramShapes:
+    """Of a server, and of one that is simulated. has_objective: for the gap between tokens; finer ladders then."""
+    most, step = (FINE_QUERY_BLOCK_TOKENS, FINE_LADDER_STEP) if has_objective else (QUERY_BLOCK_TOKENS, LADDER_STEP)
+    block = query_block(page_size, chunk_tokens, most)
+    return ProgramShapes(
+        block_tokens=block,
+        decode_rows=(num_slots,) if is_deterministic else ladder(1, num_slots),
+        prefill_tokens=(chunk_tokens,) if is_deterministic else ladder(block, chunk_tokens, step),
+    )
+
+
 def query_block(page_size: int, chunk_tokens: int, most: int = QUERY_BLOCK_TOKENS) -> int:
     """The largest whole number of pages that divides the chunk and is at most so many tokens (at least a page)."""
     pages_in_chunk = chunk_tokens // page_size
@@ -268,13 +292,6 @@ def ladder(first: int, last: int, step: int = LADDER_STEP) -> tuple[int, ...]:
         rungs.append(rung)
         rung *= step
     return (*rungs, last)
-
-
-def _prefill_ladder(options: EngineOptions, block: int) -> tuple[int, ...]:
-    if options.deterministic:
-        return (options.chunk_tokens,)
-    step = LADDER_STEP if options.inter_token_ms is None else FINE_LADDER_STEP
-    return ladder(block, options.chunk_tokens, step)
 
 
 def _num_swap_pages(options: EngineOptions, most: int, page_bytes: int) -> int:

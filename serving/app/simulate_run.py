@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from headrace.serving.app.build import ladder, query_block
+from headrace.serving.app.build import program_shapes
 from headrace.serving.bench.objective import Objective
 from headrace.serving.bench.open_figures import open_figures
 from headrace.serving.bench.open_loop import OpenRun
@@ -60,15 +60,19 @@ class Simulated:
 def changed_config(config: SchedulerConfig, changes: Changes) -> SchedulerConfig:
     """Raises: ConfigError."""
     given = {name: getattr(changes, name) for name in Changes.__slots__ if getattr(changes, name) is not None}
-    if changes.num_slots is not None:
-        given["decode_rows"] = ladder(1, changes.num_slots)
-    if changes.chunk_tokens is not None:
-        if changes.chunk_tokens % config.page_size:
-            raise ConfigError(
-                f"--chunk-tokens {changes.chunk_tokens} must be a multiple of the {config.page_size} tokens of a page"
-            )
-        given["block_tokens"] = query_block(config.page_size, changes.chunk_tokens)
-        given["prefill_tokens"] = ladder(given["block_tokens"], changes.chunk_tokens)
+    if changes.chunk_tokens is not None and changes.chunk_tokens % config.page_size:
+        raise ConfigError(
+            f"--chunk-tokens {changes.chunk_tokens} must be a multiple of the {config.page_size} tokens of a page"
+        )
+    if given.keys() & {"num_slots", "chunk_tokens", "inter_token_s"}:
+        # Those that a server with these options would have.
+        given |= program_shapes(
+            page_size=config.page_size,
+            num_slots=given.get("num_slots", config.num_slots),
+            chunk_tokens=given.get("chunk_tokens", config.chunk_tokens),
+            has_objective=given.get("inter_token_s", config.inter_token_s) is not None,
+            is_deterministic=config.deterministic,
+        )
     return replace(config, **given)
 
 

@@ -57,7 +57,7 @@ def fairness(seed: int) -> Fairness:
     cost = _cost(config, base_s, token_s)
     step_s = base_s + token_s * (config.chunk_tokens + config.num_slots)
     first_s, solo_s = _greedy(draw, config, cost)
-    share_error = _share_error(draw, config, cost, step_s)
+    share_error = _share_error(draw, config, cost, base_s + token_s * config.num_slots)
     low_s, low_limit_s = _lowest_class(draw, config, cost, step_s)
     broken = []
     if first_s > MAX_FACTOR * solo_s + config.max_steps_in_flight * step_s + 1e-9:
@@ -137,14 +137,14 @@ def _greedy(draw: Draw, config: SchedulerConfig, cost: CostModel) -> tuple[float
     return beside.tokens_s[0] - at_s, alone.tokens_s[0] - at_s
 
 
-def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel, step_s: float) -> float:
+def _share_error(draw: Draw, config: SchedulerConfig, cost: CostModel, decode_s: float) -> float:
     """Over the second half of the time in which every tenant has requests waiting: what a policy gives once, at the
     start, is no share. Tenants come one after the other, so that the first have been served a lot when the last one
-    comes; they have more requests than they can end until then."""
+    comes; they have more requests than they can end until then, as no step is much shorter than decode_s."""
     weights = draw.pick(((1.0, 1.0), (1.0, 2.0), (1.0, 3.0), (1.0, 2.0, 4.0)))
     sizes = [(draw.between(8, 48), draw.between(8, 48)) for _ in weights]
     stagger = draw.pick((0, 50, 200))
-    stagger_s = step_s * stagger
+    stagger_s = decode_s * stagger
     requests: list[ServiceRequest] = []
     for k, (weight, size) in enumerate(zip(weights, sizes, strict=True)):
         num_more = 3 * stagger * (len(weights) - 1 - k) * config.num_slots // size[1]

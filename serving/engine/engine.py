@@ -52,7 +52,7 @@ class StepLoop:
     """A scheduler and a runner with up to two steps in flight. No threads, sockets or waiting for work.
 
     blocked_seconds: time spent waiting in ``collect``. device_seconds: wall time in which at least one step was in
-    flight. Both only grow.
+    flight. Both only grow. last_step_id: of the last collected step, 0 before the first.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, *, max_steps_in_flight: int = 2) -> None:
@@ -64,7 +64,7 @@ class StepLoop:
         self._busy_since_s = 0.0
         self._failures_in_row = 0
         self._has_failed = False
-        self._last_step_id = 0
+        self.last_step_id = 0
         self._step_tokens = [0] * (len(STEP_TOKEN_BOUNDS) + 2)
         self.blocked_seconds = 0.0
         self.device_seconds = 0.0
@@ -91,7 +91,7 @@ class StepLoop:
             return StepOutput(step_id=output.step_id, events=expired + output.events)
         if not self._scheduler.is_idle:
             raise InvariantError("requests wait, nothing is in flight, and the scheduler plans no step")
-        return StepOutput(step_id=self._last_step_id, events=expired) if expired else None
+        return StepOutput(step_id=self.last_step_id, events=expired) if expired else None
 
     def _dispatch(self) -> list[Event]:
         """Events of requests whose deadline had passed before a step was planned."""
@@ -125,7 +125,7 @@ class StepLoop:
 
     def _collect(self) -> StepOutput:
         step = self._in_flight.popleft()
-        self._last_step_id = step.plan.step_id
+        self.last_step_id = step.plan.step_id
         started_s = self._clock.now_s()
         outcome: StepResult | Exception
         if isinstance(step.ticket, Exception):
@@ -242,7 +242,6 @@ class Engine:
         self._inbox = inbox
         self._outlet = outlet
         self._host_seconds = 0.0
-        self._last_step_id = 0
         self._experts_read_s = clock.now_s()
 
     def run(self) -> None:
@@ -258,7 +257,6 @@ class Engine:
             output = self._loop.turn()
             if output is not None:
                 was_busy = True
-                self._last_step_id = output.step_id
                 self._emit(output.events, [])
                 self._report_experts()
             waited_s = self._loop.blocked_seconds - blocked_before_s
@@ -309,7 +307,7 @@ class Engine:
     def _emit(self, events: list[Event], refused: list[Refused]) -> None:
         self._outlet.send(
             Step(
-                step_id=self._last_step_id,
+                step_id=self._loop.last_step_id,
                 tokens=tuple(e for e in events if isinstance(e, TokenEvent)),
                 finished=tuple(e for e in events if isinstance(e, Finished)),
                 refused=tuple(refused),
