@@ -20,6 +20,8 @@ from headrace.pallas_kernels.types import (
     Implementation,
     Kernels,
     KVPool,
+    Rms,
+    TiledQuant,
     TokenKV,
     UnsupportedCase,
 )
@@ -77,6 +79,79 @@ def write_pages(new: TokenKV, pool: KVPool, first_row: jax.Array | int, meta: At
     """
     _check_types(new, pool, kernels)
     return _kernel("write_pages", kernels)(new, pool, first_row, meta, kernels)
+
+
+def rotary_attention(
+    qkv_TX: jax.Array,
+    cos_TH: jax.Array,
+    sin_TH: jax.Array,
+    pool: KVPool,
+    first_row: jax.Array | int,
+    meta: AttnMeta,
+    spec: AttentionSpec,
+    *,
+    sinks_N: jax.Array | None = None,
+    kernels: Kernels,
+) -> tuple[jax.Array, KVPool]:
+    """As paged_attention, from the projections on: queries and keys are turned by their positions, keys and values are
+    stored, and queries attend, in one pass over the step. CPU only.
+
+    Args:
+      qkv_TX: float32 [T, (N + 2K) * H]: queries, keys and values of each token side by side, not rotated.
+      cos_TH, sin_TH: float32 [T, H/2]; value i turns with value i + H/2.
+      others: as paged_attention.
+    Returns: (float32 [T, N * H], pool).
+    Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
+    """
+    return _kernel("paged_attention", kernels, "rotary_attention")(
+        qkv_TX, cos_TH, sin_TH, pool, first_row, meta, spec, sinks_N, kernels
+    )
+
+
+def fused_matmul(
+    x_MK: jax.Array,
+    weights: tuple[TiledQuant, ...],
+    *,
+    norm: Rms | None = None,
+    is_gated: bool = False,
+    residual_MN: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
+    kernels: Kernels,
+) -> jax.Array:
+    """What lies between two attentions, in few passes: one input times weights side by side. CPU only.
+
+    Args:
+      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, silu(gate) * value being the input.
+      weights: [K, N] each, of any forms; their results come side by side in this order.
+      norm: of the input, before the product; not together with is_gated.
+      residual_MN: added to the result.
+      layer: weights and norm are stacked over layers ([L, ...]), and this is the one that is meant.
+    Returns: float32 [M, sum of N]. What a row gives does not depend on M or on the other rows, bit for bit.
+    Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
+    """
+    return _kernel("quant_matmul", kernels, "fused_matmul")(
+        x_MK, weights, norm, is_gated, residual_MN, layer, kernels
+    )
+
+
+def best_column(
+    x_MK: jax.Array, weight: TiledQuant, *, norm: Rms | None = None, kernels: Kernels
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest value of each row of fused_matmul(x, (weight,), norm=norm), and where it is; the product itself is
+    never in memory. CPU only.
+
+    Returns: (i32 [M] lowest column with the largest value, any one in range where there is NaN; float32 [M] its value;
+      bool [M] whether all values are finite).
+    """
+    return _kernel("quant_matmul", kernels, "best_column")(x_MK, weight, norm, kernels)
+
+
+def columns(weight: TiledQuant, index_T: jax.Array, *, kernels: Kernels) -> jax.Array:
+    """float32 [T, K]: some columns of a weight, dequantized; a tied head's are the embedding. CPU only.
+
+    index_T: i32, in range (nothing is checked here).
+    """
+    return _kernel("quant_matmul", kernels, "columns")(weight, index_T, kernels)
 
 
 def quant_matmul(x_MK: jax.Array, weight: GroupQuant, *, kernels: Kernels) -> jax.Array:

@@ -23,6 +23,17 @@ class Implementation(StrEnum):
     REFERENCE = "reference"
     TPU = "tpu"
     GPU = "gpu"
+    CPU = "cpu"
+
+
+class Activations(StrEnum):
+    """In what form CPU kernels read the inputs of a product with a quantized weight: float32, or integers with one
+    factor for each row and 32 values. int16 keeps the golden ids (relative error of a product 6e-5), int8 does not
+    always (4e-3)."""
+
+    EXACT = "exact"
+    INT16 = "int16"
+    INT8 = "int8"
 
 
 class UnsupportedCase(ValueError):
@@ -41,12 +52,14 @@ class Kernels:
       a chip that is not there. None for the reference.
     interpret: what ``pallas_call`` gets as ``interpret``: False, True, or parameters of an interpreter.
     blocks: explicit block sizes, one frozen dataclass at most of each operation's kind; they win over tuned ones.
+    activations: of products with quantized weights; other implementations than the CPU's are always exact.
     """
 
     implementation: Implementation = Implementation.REFERENCE
     chip: str | None = None
     interpret: Hashable = False
     blocks: tuple[Hashable, ...] = ()
+    activations: Activations = Activations.EXACT
 
     def explicit(self, kind: type[Blocks]) -> Blocks | None:
         """The given block sizes of this kind."""
@@ -162,6 +175,48 @@ class GroupQuant:
     def dtype(self) -> jnp.dtype:
         """Of the weight, as of one that is not quantized."""
         return jnp.dtype(self.stands_for)
+
+
+@struct.dataclass
+class TiledQuant:
+    """A ``GroupQuant`` [K, N] as CPU kernels read it: tiles of a few columns, each one stream of bytes; exact.
+
+    blocks_NGU: uint8 [N / tile, G, bytes], or [L, N / tile, G, bytes] of all layers. A block holds the values of one
+      group and of one tile's columns, then their scales, then their offsets (``quant_matmul/cpu/tiles.py``).
+    num_rows, num_columns: K, N. bits: 4 or 8, of a value. group: values along K that share a scale. tile: columns.
+    is_affine: there are offsets. scale_dtype: of scales and offsets, float16 or float32. stands_for: as GroupQuant's.
+    """
+
+    blocks_NGU: jax.Array
+    num_rows: int = struct.field(pytree_node=False, kw_only=True)
+    num_columns: int = struct.field(pytree_node=False, kw_only=True)
+    bits: int = struct.field(pytree_node=False, kw_only=True)
+    group: int = struct.field(pytree_node=False, kw_only=True)
+    tile: int = struct.field(pytree_node=False, kw_only=True)
+    is_affine: bool = struct.field(pytree_node=False, kw_only=True)
+    scale_dtype: str = struct.field(pytree_node=False, kw_only=True)
+    stands_for: str = struct.field(pytree_node=False, default="float32", kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return (*self.blocks_NGU.shape[:-3], self.num_rows, self.num_columns)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weight, as of one that is not quantized."""
+        return jnp.dtype(self.stands_for)
+
+
+@struct.dataclass
+class Rms:
+    """A normalization in front of a product: x / sqrt(mean(x^2) + eps) * scale (arXiv:1910.07467).
+
+    scale_D: float32.
+    """
+
+    scale_D: jax.Array
+    eps: float = struct.field(pytree_node=False)
 
 
 @struct.dataclass
