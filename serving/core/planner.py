@@ -92,7 +92,7 @@ class Planner:
         for no more than that before its own step.
         """
         tenancies = self._tenancies
-        if not tenancies.waiting:
+        if not self._config.is_shared or not tenancies.waiting:
             return False
         if any(s.is_prefilling for s in tenancies.running) or self._may_start_one(now_s):
             return True
@@ -296,8 +296,9 @@ class Planner:
         bounds = config.block_tokens, config.max_segments
         if config.deterministic:
             return share_cells(needs, budget_tokens, *bounds)
-        num_newcomers = sum(1 for _ in takewhile(is_newcomer, claims))
-        if num_newcomers:
+        num_of = Counter(s.tenant.name for s in claims)
+        num_newcomers = sum(1 for _ in takewhile(lambda s: is_newcomer(s) and num_of[s.tenant.name] == 1, claims))
+        if 0 < num_newcomers < len(claims):
             wanted = sum(padded_tokens(need, config.block_tokens) for need in needs[:num_newcomers])
             budget_tokens = min(budget_tokens, program_tokens(config, wanted))
         return share_chunks(needs, budget_tokens, *bounds, num_newcomers)
