@@ -1,9 +1,10 @@
 """The decisions that are policy, each a pure function; the scheduler supplies the mechanics.
 
 Version 3. Who is next: the higher class, aging counted; in it the tenant that was served least for its weight; of it
-the earlier request. Decode before prefill; no prompt takes a whole step while others want a part. For pages the last in
-turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane where
-it adds the least work.
+the earlier request. Decode before prefill; no prompt takes a whole step while others want a part, but for a short one
+that is the only stream of its tenant. While others wait, two steps in flight are no larger than one with a full chunk.
+For pages the last in turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the
+lane where it adds the least work.
 """
 
 from collections.abc import Iterable
