@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def serve(model_source: str, cache_dir: Path | None, **flags: Any) -> int:
     options = ServeOptions(
         model_name=flags["served_model_name"] or found.name,
         model_path=found.path,
-        engine=resolved_options(found, flags, place),
+        # Without keys all requests are one tenant's: nobody else's newcomer has to find room.
+        engine=replace(resolved_options(found, flags, place), is_shared=flags["api_keys"] is not None),
         host=flags["host"],
         port=flags["port"],
         api_keys=flags["api_keys"],

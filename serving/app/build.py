@@ -77,7 +77,7 @@ class EngineOptions:
     no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
 
     swap_bytes: host memory of each lane for preempted requests; None = DEFAULT_SWAP_BYTES, or none with hosts.
-    preemption: a PreemptionPolicy. inter_token_ms, aging_s, deterministic: see SchedulerConfig.
+    preemption: a PreemptionPolicy. inter_token_ms, aging_s, deterministic, is_shared: see SchedulerConfig.
     """
 
     model: str
@@ -104,6 +104,7 @@ class EngineOptions:
     inter_token_ms: float | None = None
     aging_s: float = 10.0
     deterministic: bool = False
+    is_shared: bool = True
     journal: JournalOptions | None = None
     log_format: LogFormat = LogFormat.TEXT
     interpret: bool = False
@@ -221,6 +222,7 @@ def resolve(options: EngineOptions, model: ModelConfig, kv: KVFormat = KVFormat(
         preemption=PreemptionPolicy(options.preemption),
         aging_s=options.aging_s,
         deterministic=options.deterministic,
+        is_shared=options.is_shared,
     )
     return ResolvedEngine(scheduler=scheduler, kv=kv, kv_bytes_per_token=per_token)
 

@@ -21,7 +21,7 @@ from headrace.serving.engine.messages import Failed, Stats
 from headrace.serving.engine.ports import Clock, Progress, Runner
 
 EXIT_LOST = 1
-_OWN = ("model", "compile_cache", "hosts", "fake", "max_queued_requests", "max_queued_prompt_tokens")
+_OWN = ("model", "compile_cache", "hosts", "fake", "max_queued_requests", "max_queued_prompt_tokens", "is_shared")
 """Options that may differ: paths of a host, and what rank 0 alone looks at."""
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {

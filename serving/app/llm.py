@@ -86,7 +86,7 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
         report = progress or _ignore
         path = str(resolve_model(model, progress=report).path)
-        defaults: dict[str, Any] = {"model": path, "compile_cache": str(default_compile_cache())}
+        defaults: dict[str, Any] = {"model": path, "compile_cache": str(default_compile_cache()), "is_shared": False}
         self.options = EngineOptions(**(defaults | options))
         self.config = read_config(path)
         self.tokenizer = load_tokenizer(path, model_vocab_size=self.config.vocab_size)

@@ -189,3 +189,8 @@ def test_an_objective_has_finer_programs_and_deterministic_mode_one_of_each() ->
     assert (fine.prefill_tokens, fine.inter_token_s) == ((16, 32, 64, 128, 256), 0.25)
     exact = resolve(replace(OPTIONS, deterministic=True), SMOLLM2).scheduler
     assert (exact.decode_rows, exact.prefill_tokens, exact.chunk_grid) == ((16,), (256,), 256)
+
+
+def test_steps_of_one_tenant_overlap_at_will() -> None:
+    assert resolve(OPTIONS, SMOLLM2).scheduler.is_shared
+    assert not resolve(replace(OPTIONS, is_shared=False), SMOLLM2).scheduler.is_shared
