@@ -6,6 +6,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from headrace.serving.app.compare_command import compare
 from headrace.serving.app.help_sections import SectionCommand, section
 from headrace.serving.app.workload_command import LENGTHS_HELP
 from headrace.serving.core.errors import ConfigError
@@ -25,7 +26,21 @@ work = section("Requests")
 output = section("Output")
 
 
-@click.command(cls=SectionCommand)
+class BenchCommand(SectionCommand):
+    """A URL cannot be the word ``compare``, so that word alone leads to the other command."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["compare"]:
+            return compare.make_context(f"{info_name} compare", args[1:], parent=parent, **extra)
+        return super().make_context(info_name, args, parent=parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(cls=BenchCommand)
 @click.argument("url")
 @target("--api", type=click.Choice(APIS), default="native", help="Our WebSocket, or OpenAI's completions over HTTP.")
 @target("--model", help="Name to ask for.  [default: the first that the server lists; native: none]")
@@ -67,6 +82,8 @@ def bench(ctx: click.Context, url: str, **flags: Any) -> int:
 
     A closed loop keeps --streams requests running. With --rate or --workload requests start when they are planned,
     whatever became of the others, and latencies count from there: an open loop, as users are.
+
+    headrace bench compare A B ... lays servers side by side; see headrace bench compare --help.
 
     Standard output gets tables, standard error the progress. The exit code is 0 when every request ended well, in an
     open loop when some ended well and the others were refused; 1 when some failed or the server cannot be asked, 2 for

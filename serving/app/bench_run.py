@@ -85,7 +85,7 @@ def run_closed(wanted: BenchRequest, workload: Workload) -> int:
     try:
         contract, outcomes = asyncio.run(measure())
     except BenchError as error:
-        return _failed(error)
+        return say_failed(error)
     found = summarize(outcomes)
     if wanted.objective is not None:
         ordered = sorted(outcomes, key=lambda outcome: outcome.sent_s)
@@ -113,7 +113,7 @@ def run_open(
     try:
         contract, runs = asyncio.run(_measure_open(wanted, server, workloads, console, max_in_flight, warmup))
     except BenchError as error:
-        return _failed(error)
+        return say_failed(error)
     except asyncio.CancelledError:
         return INTERRUPTED
     if not runs:
@@ -195,6 +195,7 @@ def check_workload(workload: WorkloadFile, server: Server) -> None:
         raise ConfigError(f"the workload asks for {tokens:,} tokens; {MAX_TOKENS_IN_ALL:,} are the most that are kept")
 
 
-def _failed(error: BenchError) -> int:
+def say_failed(error: BenchError) -> int:
+    """On standard error; the exit code."""
     click.echo(f"headrace: {error}", err=True)
     return 1

@@ -13,6 +13,8 @@ MAX_ERROR_TYPES = 20
 MAX_CODE_CHARS = 64
 MAX_SERVER_NUMBERS = 32
 """Of one request, from a server's own metrics."""
+MAX_KEPT_CHARS = 32_768
+"""Of one answer's text, where it is kept."""
 PERCENTILES = (50, 95, 99)
 
 
@@ -27,6 +29,7 @@ class Outcome:
     the server counted them, or pieces of text where it does not say. cached_tokens: of the prompt, that it had already;
     0 where it does not say. first_tokens: of the first piece. planned_s: None in a closed loop. request_id: the
     server's; server: its own times and counts of this request, by the names that it gives them.
+    text: of the answer, where the target keeps it.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Outcome:
     tenant: str | None = None
     request_id: str | None = None
     server: Mapping[str, float] = field(default_factory=dict)
+    text: str = field(default="", repr=False)
 
     @property
     def start_s(self) -> float:
