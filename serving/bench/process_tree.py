@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ PROC = Path("/proc")
 Parsed = TypeVar("Parsed")
 MAX_ROUNDS = 5
 """Of looking for processes that came while others were being stopped."""
+SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,18 @@ class ProcessTree:
         return found
 
     def pause(self) -> None:
-        """Stops all, the root first, so that nobody is left to miss the others."""
+        """Stops all, the root first, so that nobody is left to miss the others; returns when they have stopped, or
+        after SETTLE_S, where one of them waits for a disk."""
         done: set[int] = set()
         for _ in range(MAX_ROUNDS):
             new = [pid for pid in self.pids() if pid not in done]
             if not new:
-                return
+                break
             _signal(new, signal.SIGSTOP)
             done.update(new)
+        until_s = time.monotonic() + SETTLE_S
+        while not self.is_paused() and time.monotonic() < until_s:
+            time.sleep(0.002)
 
     def resume(self) -> None:
         """The other way round: the root finds the others at work."""
@@ -78,9 +84,9 @@ class ProcessTree:
         _signal(self.pids(), number)
 
     def is_paused(self) -> bool:
-        """Whether every process is stopped."""
+        """Whether every process that lives is stopped."""
         states = [_read(pid, "stat", _state) for pid in self.pids()]
-        return bool(states) and all(state in ("T", "Z") for state in states if state)
+        return all(state in ("T", "Z") for state in states if state)
 
     def pss_bytes(self) -> int | None:
         """Proportional set size: memory that several processes share counts once in all. None: not to be read."""
