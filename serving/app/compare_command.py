@@ -47,7 +47,11 @@ class FileCommand(SectionCommand):
 @work("--timeout", "timeout_s", type=click.FloatRange(0.1, 86_400), default=600.0, help="Seconds for one request.")
 @running("--repetitions", type=click.IntRange(1, 100), help="Of each workload.  [default: the file's, or 5]")
 @running("--only", "workloads", multiple=True, metavar="WORKLOAD", help="A workload of the file; several.")
-@running("--minutes", type=click.FloatRange(0, min_open=True), help="Begin no repetition after so long.")
+@running(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    help="Be done by then: workloads get parts of it, and fewer repetitions.",
+)
 @running("--logs", type=click.Path(file_okay=False, path_type=Path), help="Folder for what started servers print.")
 @output("--baseline", metavar="NAME", help="Whom the table's ratios are to.  [default: all others]")
 @output("--json", "json_file", type=TO_WRITE, help="File for figures, ratios and every request.")

@@ -25,7 +25,7 @@ from headrace.serving.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest:
-    """What the flags said besides servers and workloads. minutes: after which no repetition is begun. logs: folder,
+    """What the flags said besides servers and workloads. minutes: by which it should be done. logs: folder,
     None for one that is kept only while a server may still fail."""
 
     comparison: Comparison

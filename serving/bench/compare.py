@@ -75,7 +75,7 @@ class Subject:
 class ComparisonRun:
     """keys: of servers by name. logs: folder for what started servers print. environment: that they get. tell: one
     line, often. kept: called after each turn. stop: once set, no more turns are taken. until_s: monotonic second
-    after which no repetition is begun, None for none."""
+    by which all should be done, None for never: each workload has its part of the time, and at least one repetition."""
 
     comparison: Comparison
     keys: Mapping[str, str | None]
@@ -99,8 +99,8 @@ class ComparisonRun:
                 if self.stop.is_set():
                     return
                 await self._start(subject)
-            for workload in self.comparison.workloads:
-                await self._workload(workload)
+            for number, workload in enumerate(self.comparison.workloads):
+                await self._workload(workload, self._until_s(number))
         finally:
             for subject in self.subjects.values():
                 await subject.process.end()
@@ -115,7 +115,16 @@ class ComparisonRun:
         subject.ready_pss_bytes = None if tree is None else tree.pss_bytes()
         subject.process.pause()
 
-    async def _workload(self, workload: ComparedWorkload) -> None:
+    def _until_s(self, number: int) -> float | None:
+        """Monotonic second after which no repetition of that workload is begun but the first: its part of the time
+        that is left, by the work of those that are left."""
+        if self.until_s is None:
+            return None
+        left = [workload.work for workload in self.comparison.workloads[number:]]
+        now_s = time.monotonic()
+        return now_s + max(0.0, self.until_s - now_s) * left[0] / sum(left)
+
+    async def _workload(self, workload: ComparedWorkload, until_s: float | None) -> None:
         rate = workload.rate
         if workload.share_of is not None:
             taking = {server.name for server in self.comparison.taking(workload)}
@@ -123,8 +132,10 @@ class ComparisonRun:
             if slowest is None:
                 return  # nobody ended a request there; the report says that this workload has no turn
             rate = workload.share * slowest
+        longest_s = 0.0
         for turns in self.comparison.turns(workload):
-            if self.until_s is not None and time.monotonic() > self.until_s:
+            began_s = time.monotonic()
+            if until_s is not None and longest_s and began_s + longest_s > until_s:
                 return
             for turn in turns:
                 if self.stop.is_set():
@@ -132,6 +143,7 @@ class ComparisonRun:
                 await asyncio.sleep(self.comparison.pause_s)
                 self.done.append(await self._take(turn, len(turns), rate))
                 self.kept(self.done[-1])
+            longest_s = max(longest_s, time.monotonic() - began_s)
 
     async def _take(self, turn: Turn, of: int, rate: float | None) -> Done:
         subject, workload = self.subjects[turn.server.name], turn.workload

@@ -35,8 +35,8 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _command(name: str, value: object) -> tuple[str, ...]:
-    return tuple(shlex.split(value)) if isinstance(value, str) and value.strip() else _texts(name, value)
+def _command(name: str, value: object) -> str | tuple[str, ...]:
+    return value if isinstance(value, str) and value.strip() else _texts(name, value)
 
 
 def _table(name: str, value: object) -> dict[str, Any]:
@@ -82,7 +82,7 @@ SERVER_MEANINGS: Mapping[str, str] = {
     "kind": "any, headrace, llama, vllm, sglang or openai: which fields it understands; default any",
     "api": "native, completions or chat; default completions",
     "model": "name to ask for; default: the first that it lists",
-    "command": "starts it, as a list or one line; without it the server runs already",
+    "command": "starts it: a list, or a line that is split once $NAMEs are filled in; without it the server runs already",
     "env": "table of environment variables for command",
     "pid": "of a server that runs already, so that it can be stopped while idle and its memory be read",
     "ready": "path that answers 200 when it is ready; default: that of its kind",
@@ -224,7 +224,11 @@ def _server(name: str, table: Mapping[str, Any], values: Mapping[str, str]) -> C
     for key in ("url", "model", "api_key_file"):
         if key in found:
             found[key] = _filled(key, found[key], values)
-    found["command"] = tuple(_filled("command", part, values) for part in found.get("command", ()))
+    command = found.get("command", ())
+    if isinstance(command, str):
+        found["command"] = _split(_filled("command", command, values))
+    else:
+        found["command"] = tuple(_filled("command", part, values) for part in command)
     found["env"] = {key: _filled(f"env.{key}", value, values) for key, value in found.get("env", {}).items()}
     if "api" in found:
         found["door"] = Door(found.pop("api"))
@@ -242,6 +246,13 @@ def _server(name: str, table: Mapping[str, Any], values: Mapping[str, str]) -> C
         return ComparedServer(name=name, **found)
     except ConfigError as error:
         raise FieldError(str(error)) from None
+
+
+def _split(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise FieldError(f"'command' {text!r} cannot be split as a shell would: {error}") from None
 
 
 def _workload(table: Mapping[str, Any]) -> ComparedWorkload:

@@ -1,4 +1,4 @@
-"""``headrace bench compare``: turns, ratios and checks on records by hand; a whole run against servers of known answers."""
+"""``headrace bench compare``: turns, ratios, checks on records by hand; whole runs against servers of known answers."""
 
 import asyncio
 import json
