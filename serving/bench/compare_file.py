@@ -82,7 +82,7 @@ SERVER_MEANINGS: Mapping[str, str] = {
     "kind": "any, headrace, llama, vllm, sglang or openai: which fields it understands; default any",
     "api": "native, completions or chat; default completions",
     "model": "name to ask for; default: the first that it lists",
-    "command": "starts it: a list, or a line that is split once $NAMEs are filled in; without it the server runs already",
+    "command": "starts it: a list, or a line that is split once $NAMEs are filled in; without it the server runs",
     "env": "table of environment variables for command",
     "pid": "of a server that runs already, so that it can be stopped while idle and its memory be read",
     "ready": "path that answers 200 when it is ready; default: that of its kind",
