@@ -72,6 +72,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>'
 
 
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
 def new_figure(width: float = 9, height: float = 3.6) -> Any:
     """A matplotlib figure for ``picture``. Sizes in inches."""
     from matplotlib.figure import Figure

@@ -25,12 +25,12 @@ class ProgressLine:
         if self._status is not None:
             self._status.stop()
 
-    def show_closed(self, standing: Any) -> None:
-        """standing: a ``serving.bench.closed_loop.Standing``."""
+    def show_closed(self, standing: Any, title: str = "") -> None:
+        """standing: a ``serving.bench.closed_loop.Standing``. title: before it, with what parts it."""
         rate = standing.output_tokens / standing.seconds if standing.seconds else 0.0
         self.show(
             standing.seconds,
-            f"{standing.done} of {standing.requests} requests, {standing.failed} failed, "
+            f"{title}{standing.done} of {standing.requests} requests, {standing.failed} failed, "
             f"{standing.output_tokens:,} tokens, {rate:,.1f} tokens/s, {standing.seconds:.0f} s",
         )
 

@@ -78,7 +78,7 @@ def turn_text(done: Done) -> str:
     """In a line, as soon as it is there."""
     figures = figures_of(done)
     parts = [
-        f"{METRICS[name].title} {_number(figures[name])}{_unit(name)}"
+        f"{METRICS[name].title} {number_text(figures[name])}{unit_text(name)}"
         for name in SHOWN[:5]
         if figures[name] is not None
     ]
@@ -104,14 +104,20 @@ def print_comparison(result: Mapping[str, Any], baseline: str | None, console: C
     """Of each workload: figures with intervals, ratios, checks."""
     for each in result["workloads"]:
         console.print(f"\n{each['name']}: {plan_text(each['plan'], each['rates'])}", style="bold", highlight=False)
-        table = _table("server", *(METRICS[name].title + _unit(name) for name in SHOWN), "turns")
-        for name, found in each["servers"].items():
-            cells = (interval_text(found["metrics"].get(metric)) for metric in SHOWN)
-            table.add_row(name, *cells, str(found["turns"]))
+        servers = each["servers"]
+        table = _table("median", *servers)
+        for name in SHOWN:
+            found = [server["metrics"].get(name) for server in servers.values()]
+            if any(found):
+                cells = ("-" if one is None else number_text(one["median"]) for one in found)
+                table.add_row(METRICS[name].title + unit_text(name), *cells)
+        table.add_row("turns", *(str(server["turns"]) for server in servers.values()))
         console.print(table, highlight=False)
-        ratios = _table("ratio", *(METRICS[name].title for name in SHOWN))
-        for title, row in ratios_of(each, baseline):
-            ratios.add_row(title, *(interval_text(row.get(metric), "×") for metric in SHOWN))
+        rows = list(ratios_of(each, baseline))
+        ratios = _table("ratio", *(title for title, _ in rows))
+        for name in SHOWN:
+            if any(name in row for _, row in rows):
+                ratios.add_row(METRICS[name].title, *(interval_text(row.get(name), "×") for _, row in rows))
         if ratios.row_count:
             console.print(ratios, highlight=False)
         for pair, found in each["agreement"].items():
@@ -146,19 +152,19 @@ def interval_text(found: Mapping[str, Any] | None, sign: str = "") -> str:
     """A median with its interval, such as 12.3 (11.8 to 13.1)."""
     if found is None:
         return "-"
-    middle = _number(found["median"]) + sign
+    middle = number_text(found["median"]) + sign
     if found["low"] is None:
         return middle
-    return f"{middle} ({_number(found['low'])} to {_number(found['high'])})"
+    return f"{middle} ({number_text(found['low'])} to {number_text(found['high'])})"
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _unit(name: str) -> str:
+def unit_text(name: str) -> str:
     return f" {METRICS[name].unit}" if METRICS[name].unit else ""
 
 

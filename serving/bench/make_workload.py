@@ -136,8 +136,11 @@ class WorkloadPlan:
                 raise ConfigError("shares of --tenant, --priority and --shared-prefix must not all be 0")
 
 
-def make_workload(plan: WorkloadPlan) -> WorkloadFile:
-    """The same plan gives the same workload. Raises: ConfigError where no request falls into the time."""
+def make_workload(plan: WorkloadPlan, *, is_closed: bool = False) -> WorkloadFile:
+    """The same plan gives the same workload. is_closed: the times do not count, and its description names none.
+
+    Raises: ConfigError where no request falls into the time.
+    """
     aspects = ("prompt", "answer", "tenant", "prefix", "priority", "cancel")
     streams = {aspect: random.Random(f"{plan.seed}:{aspect}") for aspect in aspects}
     names = {prefix.name: prefix.length for prefix in plan.prefixes if prefix.name is not None}
@@ -170,7 +173,7 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
         requests=tuple(requests),
         duration_s=round(max(planned_s, last_s), 6),
         seed=plan.seed,
-        description=describe(plan),
+        description=describe(plan, is_closed=is_closed),
         prefixes={name: _of(length, plan.is_words) for name, length in names.items()},
     )
 
@@ -185,7 +188,7 @@ def _sampling(plan: WorkloadPlan, index: int) -> dict[str, object]:
     return found
 
 
-def describe(plan: WorkloadPlan) -> str:
+def describe(plan: WorkloadPlan, *, is_closed: bool = False) -> str:
     """In a line: how it was made."""
     if plan.trace:
         return f"{len(plan.trace)} requests of a trace" + _shares_text(plan)
@@ -193,7 +196,8 @@ def describe(plan: WorkloadPlan) -> str:
     if plan.requests is not None:
         rates = f"{plan.requests} requests at {plan.phases[0][0]:g}/s"
     kind = "words" if plan.is_words else "ids"
-    parts = [f"{rates} ({plan.arrivals})", f"prompts of {plan.prompt} {kind}", f"{plan.max_tokens} new tokens"]
+    arrivals = [] if is_closed else [f"{rates} ({plan.arrivals})"]
+    parts = [*arrivals, f"prompts of {plan.prompt} {kind}", f"{plan.max_tokens} new tokens"]
     return (", ".join(parts) + _shares_text(plan))[:1_000]
 
 

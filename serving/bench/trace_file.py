@@ -117,5 +117,3 @@ def _whole(name: str, text: str | None, most: int) -> int:
     if not 0 <= found <= most:
         raise FieldError(f"{name!r} is {text!r:.40}; it must be a whole number from 0 to {most:,}")
     return max(1, found)
-
-
