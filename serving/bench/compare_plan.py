@@ -180,8 +180,8 @@ class Comparison:
         workloads: tuple[str, ...] = (),
         repetitions: int | None = None,
     ) -> "Comparison":
-        """Those of the names; empty for all. repetitions: of every workload, None for those of the file. Raises:
-        ConfigError naming what is not there."""
+        """Those of the names; empty for all. repetitions: instead of the file's, but of a workload
+        that has fewer. Raises: ConfigError naming what is not there."""
         for what, names, there in (
             ("server", servers, [server.name for server in self.servers]),
             ("workload", workloads, [workload.name for workload in self.workloads]),
@@ -190,16 +190,19 @@ class Comparison:
                 if name not in there:
                     raise ConfigError(f"there is no {what} {name!r}; there are {', '.join(there)}")
         kept = [workload for workload in self.workloads if not workloads or workload.name in workloads]
-        names = {workload.name for workload in kept}
+        kept_names = {workload.name for workload in kept}
         chosen = []
         for server in self.servers:
             if servers and server.name not in servers:
                 continue
-            own = None if server.workloads is None else tuple(name for name in server.workloads if name in names)
+            own = None if server.workloads is None else tuple(name for name in server.workloads if name in kept_names)
             if own != ():
                 chosen.append(replace(server, workloads=own))
         if repetitions is not None:
-            kept = [replace(workload, repetitions=None) for workload in kept]
+            kept = [
+                replace(workload, repetitions=min(repetitions, workload.repetitions or repetitions))
+                for workload in kept
+            ]
         return replace(
             self,
             servers=tuple(chosen),

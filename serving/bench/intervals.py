@@ -66,7 +66,7 @@ def paired_ratio(above: Sequence[float | None], below: Sequence[float | None]) -
 
 def _confidence(count: int, rank: int) -> float:
     """That the median lies between the sorted values number rank and count - 1 - rank, counted from 0."""
-    from scipy.stats import binom
+    from scipy.stats import binom  # type: ignore[import-untyped]
 
     tail = float(binom.cdf(rank, count, 0.5))
     return max(0.0, 1 - 2 * tail) if math.isfinite(tail) else 0.0
