@@ -1,9 +1,12 @@
 """Runs a comparison: servers up, turns taken, tables, JSON and report."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,13 +79,32 @@ def measure_comparison(wanted: CompareRequest, console: Console) -> dict[str, An
     return comparison_result(started, run)
 
 
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """A signal that would end this process ends the task first, and with it the servers that were started or stopped:
+    they are in sessions of their own and would go on, or stay stopped."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    try:
+        for number in numbers:
+            loop.add_signal_handler(number, task.cancel if task is not None else loop.stop)
+    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread: whoever runs it sees to that
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 async def _measure(wanted: CompareRequest, logs: Path, console: Console) -> ComparisonRun:
     began_s, stop = time.monotonic(), asyncio.Event()
     keys = {
         server.name: read_key(None if server.api_key_file is None else Path(server.api_key_file))
         for server in wanted.comparison.servers
     }
-    with ProgressLine(console) as line, stopping(stop, console):
+    with ProgressLine(console) as line, stopping(stop, console), ending():
         run = ComparisonRun(
             comparison=wanted.comparison,
             keys=keys,

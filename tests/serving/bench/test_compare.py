@@ -380,6 +380,40 @@ async def test_a_server_that_does_not_start_or_does_not_answer_is_named(tmp_path
         assert result.return_value == 1 and re.search(says, result.stderr, re.DOTALL), result.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_whatever_ends_the_command_ends_its_servers_and_leaves_none_stopped(tmp_path: Path, number: int) -> None:
+    ours, theirs = free_port(), free_port()
+    running = subprocess.Popen([sys.executable, str(FAKE), str(ours), "x", "300"], start_new_session=True)
+    file = tmp_path / "c.toml"
+    command = json.dumps([sys.executable, str(FAKE), str(theirs), "y", "300"])
+    file.write_text(
+        HEAD + f'[servers.a]\nurl="http://127.0.0.1:{ours}"\npid={running.pid}\n'
+        f'[servers.b]\nurl="http://127.0.0.1:{theirs}"\ncommand={command}\n' + WORKLOAD
+    )
+    log = tmp_path / "b.log"
+    arguments = ["bench", "compare", "--file", str(file), "--logs", str(tmp_path), "--repetitions", "50"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        while not any(server in process.stderr.readline() for server in ("w, 1, a", "w, 1, b")):
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) == 130
+        assert log.exists() and not ProcessTree(running.pid).is_paused()
+        with socket.socket() as there:
+            assert there.connect_ex(("127.0.0.1", theirs)) != 0, "the server that was started is still there"
+        with socket.socket() as there:
+            assert there.connect_ex(("127.0.0.1", ours)) == 0, "the server that ran already is gone"
+    finally:
+        for each in (process, running):
+            each.kill()
+            each.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
