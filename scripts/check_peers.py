@@ -178,6 +178,7 @@ def main() -> int:
     bars = verdicts(result["workloads"]) + memory_verdicts(result, kv_bytes)
     is_whole = all(bar.get("repetitions", MIN_REPETITIONS) >= MIN_REPETITIONS for bar in bars)
     checks = [check for each in result["workloads"] for check in each["checks"]]
+    is_whole = is_whole and not any(server["lost"] for server in result["servers"].values())
     passed = is_whole and all(bar["passed"] for bar in bars) and all(check["passed"] for check in checks)
     turns = [{name: value for name, value in turn.items() if name != "requests"} for turn in result["turns"]]
     for bar in bars:

@@ -92,7 +92,7 @@ class BenchCommand(SectionCommand):
 @work("--warmup", type=int, default=2, help="Requests before that, one after the other, which do not count.")
 @work("--prompt-words", metavar="LENGTH", help="Words of a prompt.  [default: 128]")
 @work("--prompt-tokens", metavar="LENGTH", help="Tokens of a prompt, sent as random ids; instead of words.")
-@work("--max-tokens", metavar="LENGTH", default="64", help=f"Tokens of an answer; in an open loop {LENGTHS_HELP}.")
+@work("--max-tokens", metavar="LENGTH", default="64", help=f"Tokens of an answer: {LENGTHS_HELP}.")
 @work("--temperature", type=float, default=0.0, help="0 is greedy.")
 @work("--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of --max-tokens; not every server can.")
 @work("--repeat", type=click.IntRange(1, 100), default=1, help="Runs of the same plan with new drawn prompts.")

@@ -27,9 +27,9 @@ def percentile_curves(series: Mapping[str, Sequence[float]], title: str, name: s
         # Down to one value in all that there are.
         tails = np.geomspace(1.0, 1.0 / max(2, count), min(MAX_POINTS, 20 * count))
         axes.plot(1 / tails, np.percentile(values, 100 * (1 - tails)), color=color, label=f"{label} ({count:,})")
-    ticks = [at for at in (1, 2, 10, 100, 1000, 10_000) if at <= max(2, largest)]
+    ticks = [at for at in (1, 2, 4, 10, 20, 100, 1000, 10_000) if at <= max(2, largest)]
     axes.set_xscale("log")
-    axes.set_xticks(ticks, [f"p{100 * (1 - 1 / at):g}" if at > 1 else "least" for at in ticks])
+    axes.set_xticks(ticks, [f"p{100 * (1 - 1 / at):.5g}" if at > 1 else "least" for at in ticks])
     axes.minorticks_off()
     axes.set(ylabel="ms", xlabel="percentile", ylim=(0, None))
     axes.legend(fontsize=8)

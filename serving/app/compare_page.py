@@ -20,10 +20,13 @@ def comparison_page(result: Mapping[str, Any], baseline: str | None) -> str:
             "soft",
         )
     ]
-    if result["interrupted"]:
+    if len(result["turns"]) < result["planned_turns"]:
         text = f"Only {len(result['turns'])} of {result['planned_turns']} turns were taken."
         parts.append(html.paragraph(text, "bad"))
     parts.append(html.table(*_servers(result)))
+    for name, server in result["servers"].items():
+        if server["lost"] is not None:
+            parts.append(html.paragraph(f"{name} was lost: {server['lost']}", "bad"))
     if curve := _concurrency(result):
         parts += [html.heading("Throughput against concurrency"), *curve]
     for number, each in enumerate(result["workloads"], 1):

@@ -18,7 +18,7 @@ SHOWN = (
 
 
 def comparison_result(started: str, run: ComparisonRun) -> dict[str, Any]:
-    """interrupted: some turns that were planned were not taken."""
+    """interrupted: on purpose; fewer turns than planned come of limited time, too, and of lost servers."""
     plan = run.comparison
     planned = sum(len(turns) for workload in plan.workloads for turns in plan.turns(workload))
     return {
@@ -27,7 +27,7 @@ def comparison_result(started: str, run: ComparisonRun) -> dict[str, Any]:
         "seed": plan.seed,
         "repetitions": plan.repetitions,
         "client": client_versions(),
-        "interrupted": len(run.done) < planned,
+        "interrupted": run.stop.is_set(),
         "planned_turns": planned,
         "servers": {
             name: {
@@ -41,6 +41,7 @@ def comparison_result(started: str, run: ComparisonRun) -> dict[str, Any]:
                 "ready_s": round(subject.ready_s, 2),
                 "ready_pss_bytes": subject.ready_pss_bytes,
                 "contract": subject.contract,
+                "lost": run.lost.get(name),
             }
             for name, subject in run.subjects.items()
         },
@@ -127,7 +128,10 @@ def print_comparison(result: Mapping[str, Any], baseline: str | None, console: C
             if not check["passed"]:
                 text = f"not comparable: {check['name']}: {check['text']}"
                 console.print(text, style="yellow", highlight=False, soft_wrap=True)
-    if result["interrupted"]:
+    for name, server in result["servers"].items():
+        if server["lost"] is not None:
+            console.print(f"\n{name} was lost: {server['lost']}", style="red", highlight=False, soft_wrap=True)
+    if len(result["turns"]) < result["planned_turns"]:
         console.print(f"\n{len(result['turns'])} of {result['planned_turns']} planned turns were taken", style="yellow")
 
 

@@ -61,6 +61,8 @@ def run_compare(wanted: CompareRequest) -> int:
         write_page(wanted.html_file, comparison_page(result, wanted.baseline))
     if result["interrupted"]:
         return INTERRUPTED
+    if any(server["lost"] is not None for server in result["servers"].values()):
+        return 1
     return 0 if all(check["passed"] for each in result["workloads"] for check in each["checks"]) else 1
 
 

@@ -75,7 +75,8 @@ class Subject:
 class ComparisonRun:
     """keys: of servers by name. logs: folder for what started servers print. environment: that they get. tell: one
     line, often. kept: called after each turn. stop: once set, no more turns are taken. until_s: monotonic second
-    by which all should be done, None for never: each workload has its part of the time, and at least one repetition."""
+    by which all should be done, None for never: each workload has its part of the time, and at least one repetition.
+    lost: servers that ended meanwhile, and how."""
 
     comparison: Comparison
     keys: Mapping[str, str | None]
@@ -87,9 +88,10 @@ class ComparisonRun:
     until_s: float | None = None
     subjects: dict[str, Subject] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """Raises: BenchError where a server does not start, or is not there. Servers are left as they were found."""
+        """Servers are left as they were found. Raises: BenchError where one does not start, or is not there."""
         for server in self.comparison.servers:
             connection = Server(base=server.base, key=self.keys.get(server.name), limit_s=self.comparison.timeout_s)
             process = ServerProcess(server, self.logs / f"{server.name}.log", self.environment)
@@ -140,10 +142,20 @@ class ComparisonRun:
             for turn in turns:
                 if self.stop.is_set():
                     return
-                await asyncio.sleep(self.comparison.pause_s)
-                self.done.append(await self._take(turn, len(turns), rate))
-                self.kept(self.done[-1])
+                if turn.server.name not in self.lost:
+                    await asyncio.sleep(self.comparison.pause_s)
+                    await self._try(turn, len(turns), rate)
             longest_s = max(longest_s, time.monotonic() - began_s)
+
+    async def _try(self, turn: Turn, of: int, rate: float | None) -> None:
+        """A server that ends, or answers nothing more, has no further turns; the others go on."""
+        try:
+            done = await self._take(turn, of, rate)
+        except BenchError as error:
+            self.lost[turn.server.name] = str(error)
+            return
+        self.done.append(done)
+        self.kept(done)
 
     async def _take(self, turn: Turn, of: int, rate: float | None) -> Done:
         subject, workload = self.subjects[turn.server.name], turn.workload

@@ -74,9 +74,11 @@ class ServerProcess:
             while time.monotonic() - began_s < self._server.ready_s:
                 if self._process is not None and self._process.poll() is not None:
                     raise BenchError(
-                        f"server {self._server.name} ended with {self._process.returncode} before it was ready"
+                        f"server {self._server.name} ended with {self._process.returncode} when it should be ready"
                         f"{self._end_of_log()}"
                     )
+                if self._process is None and self.tree is not None and has_proc() and not self.tree.pids():
+                    raise BenchError(f"server {self._server.name}: its process {self.tree.root} has ended")
                 try:
                     status = (await client.get(url)).status_code
                 except httpx.HTTPError as error:

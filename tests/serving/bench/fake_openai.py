@@ -1,10 +1,11 @@
-"""An OpenAI-compatible server of known answers: ``python fake_openai.py PORT NAME STEP_MS [strict]``, for tests.
+"""An OpenAI-compatible server of known answers: ``python fake_openai.py PORT NAME STEP_MS [strict | die-after N]``.
 
 A word or id of the prompt is a token; the n-th piece of an answer is "wN " by the prompt's length. strict: refuses
-fields that OpenAI's API has not.
+fields that OpenAI's API has not. die-after: ends with 7 in the answer after so many; 0: never.
 """
 
 import json
+import os
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,8 @@ class Handler(BaseHTTPRequestHandler):
     name = "fake"
     step_s = 0.001
     is_strict = False
+    last = 0
+    answered = 0
 
     def log_message(self, *_: Any) -> None:
         return
@@ -45,6 +48,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.is_strict and (unknown := set(body) - OPENAI):
             self._send(400, {"error": {"code": f"unknown_{min(unknown)}"}})
             return
+        Handler.answered += 1
+        if Handler.answered > Handler.last > 0:
+            os._exit(7)
         is_chat = self.path == "/v1/chat/completions"
         prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
         length = len(prompt.split() if isinstance(prompt, str) else prompt)
@@ -71,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     Handler.name, Handler.step_s, Handler.is_strict = sys.argv[2], float(sys.argv[3]) / 1000, "strict" in sys.argv[4:]
+    if "die-after" in sys.argv:
+        Handler.last = int(sys.argv[-1])
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 

@@ -151,7 +151,7 @@ async def test_a_server_that_does_not_start_or_does_not_answer_is_named(tmp_path
     for command, says in (
         (
             [sys.executable, "-c", "print('no model'); raise SystemExit(3)"],
-            "ended with 3 before it was ready.*no model",
+            "ended with 3 when it should be ready.*no model",
         ),
         (["/no/such/program"], "No such file"),
     ):
@@ -161,6 +161,24 @@ async def test_a_server_that_does_not_start_or_does_not_answer_is_named(tmp_path
         )
         result = await asyncio.to_thread(invoke, "compare", "--file", str(file), "--logs", str(tmp_path))
         assert result.return_value == 1 and re.search(says, result.stderr, re.DOTALL), result.stderr
+
+
+async def test_a_server_that_ends_loses_its_turns_and_the_others_go_on(tmp_path: Path) -> None:
+    file, out = tmp_path / "c.toml", tmp_path / "out.json"
+    tables = []
+    for name, answers in (("a", "0"), ("b", "3")):
+        port = free_port()
+        command = json.dumps([sys.executable, str(FAKE), str(port), name, "1", "die-after", answers])
+        tables.append(f'[servers.{name}]\nurl="http://127.0.0.1:{port}"\ncommand={command}\n')
+    file.write_text(HEAD + "repetitions=4\npause_s=0\n" + "".join(tables) + WORKLOAD)
+    result = await asyncio.to_thread(invoke, "compare", "--file", str(file), "--json", str(out))
+    assert result.return_value == 1
+    found = json.loads(out.read_text())
+    turns = [turn["server"] for turn in found["turns"]]
+    assert turns.count("a") == 4 and 1 <= turns.count("b") <= 2
+    assert found["servers"]["a"]["lost"] is None
+    assert re.search("ended with 7|does not answer", found["servers"]["b"]["lost"])
+    assert "b was lost" in result.stdout and "of 8 planned turns were taken" in result.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
