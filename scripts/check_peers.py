@@ -7,6 +7,7 @@ bar with fewer than 5 repetitions is judged, and marked.
 """
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,7 @@ def main() -> int:
             check_html(args.html)
         wanted = CompareRequest(comparison=comparison, minutes=args.minutes, logs=args.logs)
         kv_bytes = llama_kv_bytes(Path(settings.get("gguf", "SmolLM2-135M-Instruct.Q4_1.gguf")))
+        began_s = time.monotonic()
         result = measure_comparison(wanted, Console(stderr=True))
     except (ConfigError, BenchError, OSError) as error:
         print(f"check-peers: {error}\nscripts/peers/README.md says how to get and name the peers", file=sys.stderr)
@@ -183,8 +185,12 @@ def main() -> int:
     turns = [{name: value for name, value in turn.items() if name != "requests"} for turn in result["turns"]]
     for bar in bars:
         word = {True: "passed", False: "FAILED", None: "not measured"}[bar["passed"]]
-        print(f"{word}: {bar['bar']}" + (f" ({bar['median']:.3g}, {bar['worst']})" if "median" in bar else ""))
-    text = evidence.save(args.out, passed, is_whole=is_whole, bars=bars, **{**result, "turns": turns})
+        found = bar.get("pss_mb") or bar.get("kv_bytes_per_token") or ""
+        if "median" in bar:
+            found = f"{bar['median']:.3g} to {bar['worst']}, {bar['repetitions']} repetitions"
+        print(f"{word}: {bar['bar']}" + (f" ({found})" if found else ""))
+    minutes = round((time.monotonic() - began_s) / 60, 1)
+    text = evidence.save(args.out, passed, minutes=minutes, is_whole=is_whole, bars=bars, **{**result, "turns": turns})
     print(f"{args.out}: {len(text):,} bytes, passed: {passed}")
     return 0 if passed else 1
 

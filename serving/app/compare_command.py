@@ -50,7 +50,7 @@ class FileCommand(SectionCommand):
 @running(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
-    help="Be done by then: workloads get parts of it, and fewer repetitions.",
+    help="Be done by then: no repetition begins that would end later.",
 )
 @running("--logs", type=click.Path(file_okay=False, path_type=Path), help="Folder for what started servers print.")
 @output("--baseline", metavar="NAME", help="Whom the table's ratios are to.  [default: all others]")

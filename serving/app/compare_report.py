@@ -20,7 +20,7 @@ SHOWN = (
 def comparison_result(started: str, run: ComparisonRun) -> dict[str, Any]:
     """interrupted: on purpose; fewer turns than planned come of limited time, too, and of lost servers."""
     plan = run.comparison
-    planned = sum(len(turns) for workload in plan.workloads for turns in plan.turns(workload))
+    planned = sum(len(turns) for turns in plan.all_turns())
     return {
         "format": FORMAT,
         "started": started,
@@ -121,8 +121,9 @@ def print_comparison(result: Mapping[str, Any], baseline: str | None, console: C
                 ratios.add_row(METRICS[name].title, *(interval_text(row.get(name), "×") for _, row in rows))
         if ratios.row_count:
             console.print(ratios, highlight=False)
+        shown = baseline or next(iter(servers), "")
         for pair, found in each["agreement"].items():
-            if found["answers"]:
+            if found["answers"] and shown in pair.split("~"):
                 console.print(agreement_text(pair, found), highlight=False, soft_wrap=True)
         for check in each["checks"]:
             if not check["passed"]:

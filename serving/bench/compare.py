@@ -75,7 +75,7 @@ class Subject:
 class ComparisonRun:
     """keys: of servers by name. logs: folder for what started servers print. environment: that they get. tell: one
     line, often. kept: called after each turn. stop: once set, no more turns are taken. until_s: monotonic second
-    by which all should be done, None for never: each workload has its part of the time, and at least one repetition.
+    by which all should be done, None for never: no repetition of a workload begins that would end later, but the first.
     lost: servers that ended meanwhile, and how."""
 
     comparison: Comparison
@@ -101,8 +101,7 @@ class ComparisonRun:
                 if self.stop.is_set():
                     return
                 await self._start(subject)
-            for number, workload in enumerate(self.comparison.workloads):
-                await self._workload(workload, self._until_s(number))
+            await self._repetitions()
         finally:
             for subject in self.subjects.values():
                 await subject.process.end()
@@ -117,35 +116,31 @@ class ComparisonRun:
         subject.ready_pss_bytes = None if tree is None else tree.pss_bytes()
         subject.process.pause()
 
-    def _until_s(self, number: int) -> float | None:
-        """Monotonic second after which no repetition of that workload is begun but the first: its part of the time
-        that is left, by the work of those that are left."""
-        if self.until_s is None:
-            return None
-        left = [workload.work for workload in self.comparison.workloads[number:]]
-        now_s = time.monotonic()
-        return now_s + max(0.0, self.until_s - now_s) * left[0] / sum(left)
-
-    async def _workload(self, workload: ComparedWorkload, until_s: float | None) -> None:
-        rate = workload.rate
-        if workload.share_of is not None:
-            taking = {server.name for server in self.comparison.taking(workload)}
-            slowest = slowest_per_s(self.done, workload.share_of, taking)
-            if slowest is None:
-                return  # nobody ended a request there; the report says that this workload has no turn
-            rate = workload.share * slowest
-        longest_s = 0.0
-        for turns in self.comparison.turns(workload):
-            began_s = time.monotonic()
-            if until_s is not None and longest_s and began_s + longest_s > until_s:
-                return
+    async def _repetitions(self) -> None:
+        longest_s: dict[str, float] = {}
+        for turns in self.comparison.all_turns():
+            workload, began_s = turns[0].workload, time.monotonic()
+            needed_s = longest_s.get(workload.name)
+            if self.until_s is not None and needed_s is not None and began_s + needed_s > self.until_s:
+                continue  # a shorter workload may still have its turns
+            rate = self._rate(workload)
+            if not workload.is_closed and rate is None:
+                continue  # nobody ended a request there; the report says that this workload has no turn
             for turn in turns:
                 if self.stop.is_set():
                     return
                 if turn.server.name not in self.lost:
                     await asyncio.sleep(self.comparison.pause_s)
                     await self._try(turn, len(turns), rate)
-            longest_s = max(longest_s, time.monotonic() - began_s)
+            longest_s[workload.name] = max(needed_s or 0.0, time.monotonic() - began_s)
+
+    def _rate(self, workload: ComparedWorkload) -> float | None:
+        """Requests per second of an open loop; of a share, by what the slowest of its servers has shown so far."""
+        if workload.share_of is None:
+            return workload.rate
+        taking = {server.name for server in self.comparison.taking(workload)}
+        slowest = slowest_per_s(self.done, workload.share_of, taking)
+        return None if slowest is None else workload.share * slowest
 
     async def _try(self, turn: Turn, of: int, rate: float | None) -> None:
         """A server that ends, or answers nothing more, has no further turns; the others go on."""

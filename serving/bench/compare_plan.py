@@ -82,12 +82,6 @@ class ComparedWorkload:
     def is_closed(self) -> bool:
         return self.loop == CLOSED
 
-    @property
-    def work(self) -> float:
-        """Of a turn, as a rough share of the time: new tokens, and prompt tokens at an eighth of them."""
-        tokens = self.requests * (self.max_tokens + (self.prompt_words or self.prompt_tokens) / 8)
-        return tokens if self.is_closed else tokens / self.share
-
     def closed(self, seed: int) -> Workload:
         return Workload(
             streams=self.streams,
@@ -214,25 +208,33 @@ class Comparison:
         """Servers that take part in it."""
         return tuple(server for server in self.servers if server.workloads is None or workload.name in server.workloads)
 
-    def turns(self, workload: ComparedWorkload) -> Iterator[tuple[Turn, ...]]:
-        """Of each repetition, the turns in their order: it begins one server later each time, and after a
-        round of them runs backwards for as long, so that nobody always follows the same other."""
-        for repetition in range(workload.repetitions or self.repetitions):
-            taking = [
-                server
-                for server in self.taking(workload)
-                if server.repetitions is None or repetition < server.repetitions
-            ]
-            if not taking:
-                continue
-            first = repetition % len(taking)
-            order = taking[first:] + taking[:first]
-            if repetition // len(taking) % 2:
-                order = order[::-1]
-            yield tuple(
-                Turn(workload=workload, repetition=repetition, server=server, place=place)
-                for place, server in enumerate(order)
-            )
+    def repetitions_of(self, workload: ComparedWorkload) -> int:
+        return workload.repetitions or self.repetitions
+
+    def turns(self, workload: ComparedWorkload, repetition: int) -> tuple[Turn, ...]:
+        """Of one repetition, in their order, which begins one server later each time, and after a round of them runs
+        backwards for as long, so that nobody always follows the same other. Empty where nobody takes part."""
+        taking = [
+            server for server in self.taking(workload) if server.repetitions is None or repetition < server.repetitions
+        ]
+        if not taking or repetition >= self.repetitions_of(workload):
+            return ()
+        first = repetition % len(taking)
+        order = taking[first:] + taking[:first]
+        if repetition // len(taking) % 2:
+            order = order[::-1]
+        return tuple(
+            Turn(workload=workload, repetition=repetition, server=server, place=place)
+            for place, server in enumerate(order)
+        )
+
+    def all_turns(self) -> Iterator[tuple[Turn, ...]]:
+        """The first repetition of each workload, then the second one of each: when time runs out all have as many, and
+        what disturbs the machine for a while is in one repetition of each."""
+        for repetition in range(max(self.repetitions_of(workload) for workload in self.workloads)):
+            for workload in self.workloads:
+                if turns := self.turns(workload, repetition):
+                    yield turns
 
     def seed_of(self, workload: ComparedWorkload, repetition: int, part: str = "") -> int:
         """Of prompts and arrivals: the same for all servers, another for each workload and repetition, so that no

@@ -47,7 +47,7 @@ def test_each_server_has_each_place_and_nobody_always_follows_the_same_other() -
     for count in (2, 3, 4):
         names = "abcd"[:count]
         plan = Comparison(servers=servers(*names), workloads=(WORK,), repetitions=2 * count)
-        orders = ["".join(turn.server.name for turn in turns) for turns in plan.turns(WORK)]
+        orders = ["".join(turn.server.name for turn in turns) for turns in plan.all_turns()]
         assert all(sorted(order) == sorted(names) for order in orders)
         for place in range(count):
             assert sorted(order[place] for order in orders) == sorted(names * 2)
@@ -62,11 +62,13 @@ def test_servers_and_workloads_may_be_left_out() -> None:
         '[[workloads]]\nname="w"\nmax_tokens=2\nprompt_words=3\n[[workloads]]\nname="v"\nmax_tokens=2\nprompt_words=3\n',
         "f",
     )
-    assert [len(turns) for turns in plan.turns(plan.workloads[0])] == [2, 1, 1]
-    assert [len(turns) for turns in plan.turns(plan.workloads[1])] == [1, 1, 1]
+    assert [len(plan.turns(plan.workloads[0], r)) for r in range(4)] == [2, 1, 1, 0]
+    assert [len(plan.turns(plan.workloads[1], r)) for r in range(4)] == [1, 1, 1, 0]
+    order = [(turns[0].workload.name, turns[0].repetition) for turns in plan.all_turns()]
+    assert order == [("w", 0), ("v", 0), ("w", 1), ("v", 1), ("w", 2), ("v", 2)]
     assert [server.name for server in plan.only(workloads=("v",)).servers] == ["a"]
     short = plan.only(servers=("b",), repetitions=2)
-    assert [len(turns) for turns in short.turns(plan.workloads[0])] == [1]
+    assert [len(short.turns(plan.workloads[0], r)) for r in range(4)] == [1, 0, 0, 0]
     with pytest.raises(ConfigError, match="no server 'x'; there are a, b"):
         plan.only(servers=("x",))
 

@@ -121,7 +121,8 @@ async def test_a_comparison_from_start_to_report(tmp_path: Path) -> None:
     assert result.return_value == 0, result.stdout
     found = json.loads(out.read_text())
     order = [(turn["workload"], turn["repetition"], turn["server"]) for turn in found["turns"]]
-    assert order[:4] == [("w1", 0, "slow"), ("w1", 0, "quick"), ("w1", 1, "quick"), ("w1", 1, "slow")]
+    assert order[:2] == [("w1", 0, "slow"), ("w1", 0, "quick")] and order[2][0] == "w2"
+    assert order[6:8] == [("w1", 1, "quick"), ("w1", 1, "slow")]
     assert len(order) == 12 and not found["interrupted"]
     assert all(turn["idle_shares"] and max(turn["idle_shares"].values()) == 0 for turn in found["turns"])
     first = found["workloads"][0]
@@ -130,10 +131,10 @@ async def test_a_comparison_from_start_to_report(tmp_path: Path) -> None:
     assert all(check["passed"] for work in found["workloads"] for check in work["checks"])
     assert {one["output_tokens"] for turn in found["turns"] for one in turn["requests"]} == {6}
     assert {one["prompt_tokens"] for turn in found["turns"] for one in turn["requests"]} == {3, 9}
-    (rate,) = found["workloads"][2]["rates"]
-    slow = found["workloads"][1]["servers"]["slow"]["metrics"]["requests_per_s"]["median"]
-    assert rate == pytest.approx(0.5 * slow, rel=1e-3)
-    starts = [[one["planned_s"] for one in turn["requests"]] for turn in found["turns"][8:10]]
+    rates = found["workloads"][2]["rates"]
+    slow = found["workloads"][1]["servers"]["slow"]["metrics"]["requests_per_s"]["values"]
+    assert sorted(rates) == pytest.approx(sorted([0.5 * slow[0], 0.25 * (slow[0] + slow[1])]), rel=1e-3)
+    starts = [[one["planned_s"] for one in turn["requests"]] for turn in found["turns"] if turn["workload"] == "o"]
     assert starts[0] == starts[1], "not the same trace"
     assert found["servers"]["slow"]["ready_pss_bytes"] > 1_000_000
     page = Page(page_file.read_text())
@@ -161,6 +162,16 @@ async def test_a_server_that_does_not_start_or_does_not_answer_is_named(tmp_path
         )
         result = await asyncio.to_thread(invoke, "compare", "--file", str(file), "--logs", str(tmp_path))
         assert result.return_value == 1 and re.search(says, result.stderr, re.DOTALL), result.stderr
+
+
+async def test_when_time_runs_out_each_workload_has_had_its_first_repetition(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("compare", "--file", str(fake_file(tmp_path)), "--json", str(out), "--minutes", "0.001")
+    result = await asyncio.to_thread(invoke, *arguments)
+    assert result.return_value == 0, result.stdout
+    found = json.loads(out.read_text())
+    assert [turn["repetition"] for turn in found["turns"]] == [0] * 6 and found["planned_turns"] == 12
+    assert "6 of 12 planned turns were taken" in result.stdout
 
 
 async def test_a_server_that_ends_loses_its_turns_and_the_others_go_on(tmp_path: Path) -> None:
