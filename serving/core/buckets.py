@@ -10,6 +10,11 @@ def padded_tokens(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens) * block_tokens
 
 
+def program_tokens(config: SchedulerConfig, num_prefill_tokens: int) -> int:
+    """Prefill tokens of the smallest mixed program that holds so many (padded), or of the largest."""
+    return next((tokens for tokens in config.prefill_tokens if num_prefill_tokens <= tokens), config.chunk_tokens)
+
+
 def pick_bucket(config: SchedulerConfig, num_decode_rows: int, num_prefill_tokens: int) -> Bucket:
     """The smallest program that holds the rows and the (padded) prefill tokens of a lane."""
     if num_prefill_tokens == 0:

@@ -29,7 +29,8 @@ class SchedulerConfig:
     inter_token_s: objective for the gap between two tokens of a running stream; prefill chunks shrink so that measured
     steps keep to it. None = chunks are as long as chunk_tokens, as they always are in deterministic mode.
     num_swap_pages: host pages of a lane for preempted requests; 0 = they are always recomputed. aging_s: a priority
-    class that was not served for so long counts one higher.
+    class that was not served for so long counts one higher. is_shared: steps overlap only as far as a newcomer of
+    another tenant bears; False = there is one tenant only, and they overlap at will.
     deterministic: decode rows and prefill chunks never share a program, and there is one of each; chunks start and end
     at multiples of chunk_tokens (or with their prompt), and preemption swaps, see ``planner``. swap_page_s: what a page
     takes to the host and back, as measured at the start; 0 = not measured.
@@ -55,6 +56,7 @@ class SchedulerConfig:
     aging_s: float = 10.0
     deterministic: bool = False
     swap_page_s: float = 0.0
+    is_shared: bool = True
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:

@@ -50,9 +50,14 @@ class PageMemory:
     @property
     def is_draining(self) -> bool:
         """Held pages become available as plans in flight are applied, so it is worth waiting for them."""
+        return self.num_draining > 0
+
+    @property
+    def num_draining(self) -> int:
+        """Pages that become available as plans in flight are applied."""
         held = Counter(page for hold in self._holds for page in hold.pages)
-        waiting = [page for hold in self._holds if hold.leaving is None for page in hold.pages]
-        return any(self.pool.num_holders(page) == held[page] for page in waiting)
+        waiting = {page for hold in self._holds if hold.leaving is None for page in hold.pages}
+        return sum(self.pool.num_holders(page) == held[page] for page in waiting)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens that an admission now would find cached."""
@@ -101,7 +106,7 @@ class PageMemory:
     def lacks_pages(self, sequence: Sequence, num_spare: int) -> bool:
         """Whether an admission would fail now, and would not by waiting for plans in flight."""
         num_new = num_pages_for(sequence.num_tokens, self._page_size) - len(self._hits(sequence))
-        return num_new + num_spare > self.num_available and not self.is_draining
+        return num_new + num_spare > self.num_available + self.num_draining
 
     def grow(self, sequence: Sequence) -> bool:
         """Make sure that the next position has a page; False if none is available."""

@@ -7,16 +7,20 @@ one prefill step at most between two of its tokens.
 """
 
 from collections import Counter
+from itertools import takewhile
 
+from headrace.serving.core.buckets import padded_tokens, program_tokens
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.draft import Draft
 from headrace.serving.core.events import PreemptionReason
 from headrace.serving.core.lane import Lane
+from headrace.serving.core.plan import StepPlan
 from headrace.serving.core.policy import (
     MAX_YIELDS,
     YIELDS,
     class_level,
     guard_fits,
+    is_newcomer,
     keeps_a_slot,
     must_guard,
     page_turn,
@@ -42,7 +46,6 @@ class Planner:
     def __init__(self, tenancies: Tenancies) -> None:
         self._config: SchedulerConfig = tenancies.config
         self._tenancies = tenancies
-        self._share = share_cells if tenancies.config.deterministic else share_chunks
         self._last_was_prefill = False
         self._now_s = 0.0
         self.prefix_queries_tokens = 0
@@ -81,6 +84,21 @@ class Planner:
             starts = (s.num_computed for s in self._tenancies.running if s.is_prefilling)
             draft.budget_tokens = self._tenancies.cost.budget_tokens(max(starts, default=0))
 
+    def must_wait(self, now_s: float, newest: StepPlan) -> bool:
+        """Whether the next step has to wait for the result of newest, which is in flight, as others wait for a turn.
+
+        Who comes while a step runs can be in none that was planned before. So a step with chunks is not planned
+        then, and two steps overlap only if both together are no larger than one with a full chunk: a newcomer waits
+        for no more than that before its own step.
+        """
+        tenancies = self._tenancies
+        if not self._config.is_shared or not tenancies.waiting:
+            return False
+        if any(s.is_prefilling for s in tenancies.running) or self._may_start_one(now_s):
+            return True
+        num_tokens = newest.bucket.decode_rows + newest.bucket.prefill_tokens + len(tenancies.running)
+        return num_tokens > self._config.chunk_tokens
+
     # Decode
 
     def _plan_decode(self, draft: Draft, now_s: float) -> None:
@@ -109,15 +127,33 @@ class Planner:
 
     # A slot that is yielded
 
+    def _may_start_one(self, now_s: float) -> bool:
+        """Whether the first that waits may start in the next step; it does not wait for a slot or pages to come."""
+        tenancies = self._tenancies
+        candidate = tenancies.waiting.first(now_s)
+        if not tenancies.is_ready(candidate):
+            return False
+        lanes = [lane for lane in tenancies.lanes if self._suits(candidate, lane)]
+        if all(self._is_full(candidate, lane) for lane in lanes):
+            return self._pick_yielding(candidate, lanes) is not None
+        return not self._keeps_a_slot(candidate, now_s)
+
     def _yield_a_slot(self, now_s: float) -> None:
-        """At most one sequence a step yields to the first that waits, if that lacks a slot or pages."""
+        """To the first that waits, if it lacks a slot or pages; as many yield as it takes."""
         tenancies = self._tenancies
         candidate = tenancies.waiting.first(now_s)
         if not tenancies.is_ready(candidate):
             return
         lanes = [lane for lane in tenancies.lanes if self._suits(candidate, lane)]
-        if not all(self._is_full(candidate, lane) for lane in lanes):
-            return
+        while all(self._is_full(candidate, lane) for lane in lanes):
+            picked = self._pick_yielding(candidate, lanes)
+            if picked is None:
+                return
+            tenancies.preempt(*picked, now_s)
+
+    def _pick_yielding(self, candidate: Sequence, lanes: list[Lane]) -> tuple[Sequence, PreemptionReason] | None:
+        """Who yields to a candidate that lacks a slot or pages in each of its lanes, and why."""
+        tenancies = self._tenancies
         may_yield = [
             s
             for lane in lanes
@@ -127,11 +163,11 @@ class Planner:
         priorities = [s.request.priority for s in tenancies.running]
         victim = pick_class_victim(candidate, may_yield, priorities, tenancies.num_slots)
         if victim is not None:
-            tenancies.preempt(victim, PreemptionReason.PRIORITY, now_s)
-        elif candidate.tenant.num_running == 0:
-            victim = pick_fairness_victim(candidate, may_yield, self._excess(lanes))
-            if victim is not None:
-                tenancies.preempt(victim, PreemptionReason.FAIRNESS, now_s)
+            return victim, PreemptionReason.PRIORITY
+        if candidate.tenant.num_running:
+            return None
+        victim = pick_fairness_victim(candidate, may_yield, self._excess(lanes))
+        return None if victim is None else (victim, PreemptionReason.FAIRNESS)
 
     def _excess(self, lanes: list[Lane]) -> dict[str, float]:
         """What each tenant holds beyond its share of what lacks: slots, of which everybody may have one, or pages."""
@@ -151,7 +187,7 @@ class Planner:
         if not lane.slots.num_free:
             return True
         is_guarded = self._must_guard(candidate, lane)
-        num_spare = pages_to_keep_free(is_guarded, len(self._tenancies.running_in(lane)))
+        num_spare = pages_to_keep_free(candidate, is_guarded, len(self._tenancies.running_in(lane)))
         return self._guard_lacks(candidate, lane, is_guarded) or lane.memory.lacks_pages(candidate, num_spare)
 
     # Admission
@@ -182,9 +218,7 @@ class Planner:
     def _place(self, sequence: Sequence, draft: Draft, now_s: float, goes_on: bool) -> Lane | None:
         """Give a sequence pages in the best lane that has a slot, pages and budget for it; None if none has."""
         tenancies = self._tenancies
-        num_free = sum(lane.slots.num_free for lane in tenancies.lanes)
-        awaits_another = tenancies.shares.awaits_another(now_s, self._config.aging_s)
-        if keeps_a_slot(sequence, tenancies.running, num_free, tenancies.num_slots, awaits_another):
+        if self._keeps_a_slot(sequence, now_s):
             return None
         lanes = [
             lane
@@ -198,11 +232,17 @@ class Planner:
             lanes.sort(key=lambda lane: costs[lane.index])
         for lane in lanes:
             is_guarded = self._must_guard(sequence, lane)
-            num_spare = pages_to_keep_free(is_guarded, len(tenancies.running_in(lane)))
+            num_spare = pages_to_keep_free(sequence, is_guarded, len(tenancies.running_in(lane)))
             if not self._guard_lacks(sequence, lane, is_guarded) and tenancies.admit(sequence, lane, num_spare):
                 sequence.is_guarded = is_guarded
                 return lane
         return None
+
+    def _keeps_a_slot(self, candidate: Sequence, now_s: float) -> bool:
+        tenancies = self._tenancies
+        num_free = sum(lane.slots.num_free for lane in tenancies.lanes)
+        awaits_another = tenancies.shares.awaits_another(now_s, self._config.aging_s)
+        return keeps_a_slot(candidate, tenancies.running, num_free, tenancies.num_slots, awaits_another)
 
     def _suits(self, sequence: Sequence, lane: Lane) -> bool:
         """What was swapped out can only come back to its own lane."""
@@ -226,7 +266,7 @@ class Planner:
     def _plan_prefill(self, draft: Draft) -> None:
         for lane in self._tenancies.lanes:
             claims = self._claims(lane, draft.budget_tokens)
-            chunks = self._chunks([s.num_to_prefill - s.num_computed for s in claims], draft.budget_tokens)
+            chunks = self._chunks(claims, [s.num_to_prefill - s.num_computed for s in claims], draft.budget_tokens)
             for sequence, length in zip(claims, chunks, strict=True):
                 if length and sequence.slot is not None:
                     draft.add_prefill(sequence, sequence.slot, length)
@@ -243,16 +283,25 @@ class Planner:
             return False
         num_uncached = max(1, sequence.num_tokens - lane.memory.num_cached_tokens(sequence))
         needs = [s.num_to_prefill - s.num_computed for s in ahead] + [num_uncached]
-        return self._chunks(needs, budget_tokens)[-1] > 0
+        return self._chunks([*ahead, sequence], needs, budget_tokens)[-1] > 0
 
     def _claims(self, lane: Lane, budget_tokens: int) -> list[Sequence]:
         """Prefilling sequences of a lane, in turn."""
         prefilling = [s for s in self._tenancies.running_in(lane) if s.is_prefilling]
         return sorted(prefilling, key=lambda s: self._chunk_turn(s, budget_tokens))
 
-    def _chunks(self, needs: list[int], budget_tokens: int) -> list[int]:
+    def _chunks(self, claims: list[Sequence], needs: list[int], budget_tokens: int) -> list[int]:
+        """Tokens of the next chunk of each of claims, in turn, that have needs left."""
         config = self._config
-        return self._share(needs, budget_tokens, config.block_tokens, config.max_segments)
+        bounds = config.block_tokens, config.max_segments
+        if config.deterministic:
+            return share_cells(needs, budget_tokens, *bounds)
+        num_of = Counter(s.tenant.name for s in claims)
+        num_newcomers = sum(1 for _ in takewhile(lambda s: is_newcomer(s) and num_of[s.tenant.name] == 1, claims))
+        if 0 < num_newcomers < len(claims):
+            wanted = sum(padded_tokens(need, config.block_tokens) for need in needs[:num_newcomers])
+            budget_tokens = min(budget_tokens, program_tokens(config, wanted))
+        return share_chunks(needs, budget_tokens, *bounds, num_newcomers)
 
     def _chunk_turn(self, sequence: Sequence, budget_tokens: int) -> ChunkTurn:
         """As ``running_turn``, but a prompt without a chunk for long counts as of a higher class, or those of higher

@@ -1,9 +1,10 @@
 """The decisions that are policy, each a pure function; the scheduler supplies the mechanics.
 
 Version 3. Who is next: the higher class, aging counted; in it the tenant that was served least for its weight; of it
-the earlier request. Decode before prefill; no prompt takes a whole step while others want a part. For pages the last in
-turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the lane where
-it adds the least work.
+the earlier request. Decode before prefill; no prompt takes a whole step while others want a part, but for a short one
+that is the only stream of its tenant. While others wait, two steps in flight are no larger than one with a full chunk.
+For pages the last in turn yields; for a slot a tenant or a class that holds more than its share. A request goes to the
+lane where it adds the least work.
 """
 
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 from headrace.serving.core.config import PreemptionPolicy
 from headrace.serving.core.events import PreemptionAction, PreemptionReason
+from headrace.serving.core.fair_share import FIRST_STREAM_TOKENS
 from headrace.serving.core.request import Priority
 from headrace.serving.core.sequence import Sequence, num_pages_for
 
@@ -149,10 +151,17 @@ def guard_fits(candidate: Sequence, running: Iterable[Sequence], *, page_size: i
     return guarded + worst_case_pages(candidate, page_size) <= num_usable
 
 
-def pages_to_keep_free(is_guarded: bool, num_running: int) -> int:
+def pages_to_keep_free(candidate: Sequence, is_guarded: bool, num_running: int) -> int:
     """Pages that must stay available beyond those of the candidate's known tokens: one for each that runs, which may
-    need its next page soon. A guarded one need not leave any: it gets its own back."""
-    return 0 if is_guarded else num_running
+    need its next page soon. A guarded one need not leave any: it gets its own back. Nor need the first stream of a
+    tenant: others would yield them to it in the next step."""
+    return 0 if is_guarded or not candidate.tenant.num_running else num_running
+
+
+def is_newcomer(sequence: Sequence) -> bool:
+    """Whether it is the only stream of its tenant and reads a prompt within FIRST_STREAM_TOKENS."""
+    num_others = sequence.tenant.num_running - (sequence.slot is not None)
+    return not num_others and sequence.num_tokens <= FIRST_STREAM_TOKENS
 
 
 SWAP_PAGE_MS = 0.5
@@ -190,12 +199,14 @@ def placement_cost(num_uncached: int, running: Seq[Sequence]) -> int:
     return num_uncached + num_queued + PLACEMENT_STREAM_TOKENS * len(running)
 
 
-def share_chunks(needs: Seq[int], budget_tokens: int, block_tokens: int, max_segments: int) -> list[int]:
+def share_chunks(
+    needs: Seq[int], budget_tokens: int, block_tokens: int, max_segments: int, num_newcomers: int = 0
+) -> list[int]:
     """Tokens of each prompt's next chunk, for prompts in turn that have needs tokens left; 0 = none in this step.
 
     A chunk is all that remains, or whole blocks. While others want a part, a prompt that does not end in this step
     leaves a quarter of the budget (at least a block, if there are two) for them; what they leave over goes to the first
-    again.
+    again. The first num_newcomers, see ``is_newcomer``, leave nothing: each leaves its place with its prompt's end.
     """
     left = budget_tokens // block_tokens
     blocks = [-(-need // block_tokens) for need in needs]
@@ -203,7 +214,7 @@ def share_chunks(needs: Seq[int], budget_tokens: int, block_tokens: int, max_seg
     given, whole = [0] * len(needs), left
     for limit in (most, whole):
         for i, wanted in enumerate(blocks[:max_segments]):
-            more = max(0, min(wanted, whole if wanted <= whole else limit) - given[i])
+            more = max(0, min(wanted, whole if wanted <= whole or i < num_newcomers else limit) - given[i])
             more = min(more, left)
             given[i] += more
             left -= more

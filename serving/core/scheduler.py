@@ -146,8 +146,11 @@ class Scheduler:
     # Steps
 
     def plan_step(self, now_s: float) -> StepPlan | None:
-        """The next step; None when nothing can run now or max_steps_in_flight plans have no result yet."""
+        """The next step; None when nothing can run now, max_steps_in_flight plans have no result yet, or the next waits
+        for the result of the one in flight."""
         if len(self._flights) >= self.config.max_steps_in_flight:
+            return None
+        if self._flights and self._planner.must_wait(now_s, self._flights[-1].plan):
             return None
         tenancies = self._tenancies
         draft = Draft(self.config, tenancies.next_step)

@@ -22,10 +22,10 @@ MAX_SHARE_ERROR = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fairness:
-    """Of one seed. first_s, solo_s: of the short request beside 64 long ones, and alone; step_s: of the longest step.
+    """Of one seed. first_s, solo_s: of the short request beside 64 long ones, and alone; step_s: of the longest step,
+    with a full chunk and all slots.
     share_error: largest relative difference of a tenant's share of token work from its weight's. low_s: until the first
-    token of the lowest class beside a stream of the highest; low_limit_s: what aging allows. num_ahead: steps that may
-    have been dispatched when it came. broken: in words.
+    token of the lowest class beside a stream of the highest; low_limit_s: what aging allows. broken: in words.
     """
 
     seed: int
@@ -35,18 +35,17 @@ class Fairness:
     share_error: float
     low_s: float | None
     low_limit_s: float
-    num_ahead: int
     broken: tuple[str, ...]
 
     @property
     def limit_s(self) -> float:
-        """Of first_s: the steps that were dispatched before the request came cannot be taken back."""
-        return MAX_FACTOR * self.solo_s + self.num_ahead * self.step_s
+        """Of first_s: the step that runs when the request comes cannot be taken back."""
+        return first_limit_s(self.solo_s, self.step_s)
 
-    @property
-    def is_beyond_one_step(self) -> bool:
-        """Whether it took more than twice its solo time and one step."""
-        return self.first_s > MAX_FACTOR * self.solo_s + self.step_s + 1e-9
+
+def first_limit_s(solo_s: float, step_s: float) -> float:
+    """Seconds to the first token: twice the solo time and one step, however many steps may be in flight."""
+    return MAX_FACTOR * solo_s + step_s
 
 
 def fairness(seed: int) -> Fairness:
@@ -60,7 +59,7 @@ def fairness(seed: int) -> Fairness:
     share_error = _share_error(draw, config, cost, base_s + token_s * config.num_slots)
     low_s, low_limit_s = _lowest_class(draw, config, cost, step_s)
     broken = []
-    if first_s > MAX_FACTOR * solo_s + config.max_steps_in_flight * step_s + 1e-9:
+    if first_s > first_limit_s(solo_s, step_s) + 1e-9:
         broken.append(f"first token after {first_s:.4f} s, alone {solo_s:.4f} s, a step {step_s:.4f} s")
     if share_error > MAX_SHARE_ERROR:
         broken.append(f"a share differs from its weight's by {share_error:.1%}")
@@ -74,7 +73,6 @@ def fairness(seed: int) -> Fairness:
         share_error=share_error,
         low_s=low_s,
         low_limit_s=low_limit_s,
-        num_ahead=config.max_steps_in_flight,
         broken=tuple(broken),
     )
 

@@ -212,4 +212,6 @@ def _config(draw: Draw, is_crowded: bool) -> SchedulerConfig:
         preemption=draw.pick(policies),
         aging_s=draw.pick((0.02, 0.2, 10.0)),
         deterministic=deterministic,
+        # A third of them, without a draw of its own: steps overlap at will there.
+        is_shared=chunk_tokens != 2 * block_tokens,
     )

@@ -10,6 +10,7 @@ from headrace.serving.core.policy import (
     arrival_rank,
     class_level,
     guard_fits,
+    is_newcomer,
     keeps_a_slot,
     must_guard,
     pages_to_keep_free,
@@ -118,8 +119,17 @@ def test_a_slot_is_kept_for_a_tenant_that_paused() -> None:
     assert not keeps_a_slot(greedy, [greedy, low], 1, 4, awaits_another=True), "it yields to the candidate"
 
 
-def test_one_page_per_running_sequence_stays_free_but_for_a_guarded_one() -> None:
-    assert (pages_to_keep_free(False, 0), pages_to_keep_free(False, 2), pages_to_keep_free(True, 2)) == (0, 2, 0)
+def test_one_page_per_running_sequence_stays_free_but_for_a_guarded_one_or_a_first_stream() -> None:
+    first, next_one = sequence(1, tenant=Tenant("new")), sequence(2, tenant=Tenant("greedy", num_running=1))
+    assert [pages_to_keep_free(next_one, guarded, n) for guarded, n in ((False, 0), (False, 2), (True, 2))] == [0, 2, 0]
+    assert pages_to_keep_free(first, False, 2) == 0
+
+
+def test_a_newcomer_is_the_only_stream_of_its_tenant_with_a_short_prompt() -> None:
+    assert is_newcomer(sequence(1, tenant=Tenant("new")))
+    assert not is_newcomer(sequence(2, tenant=Tenant("greedy", num_running=1)))
+    assert share_chunks([20, 100], 16, 4, 3, 1) == [16, 0], "it leaves nothing to those behind it"
+    assert share_chunks([5, 100], 16, 4, 3, 1) == [5, 8], "but what it does not need"
 
 
 def test_after_enough_preemptions_for_pages_the_worst_cases_of_the_guarded_must_fit() -> None:

@@ -107,7 +107,7 @@ def test_a_stop_id_ends_a_request_and_is_reported(steps_in_flight: int) -> None:
 
 
 def test_a_row_in_flight_after_the_end_is_dropped_and_its_pages_wait_for_it() -> None:
-    drive = Drive(make_config(num_slots=1, prefix_cache=False))
+    drive = Drive(make_config(num_slots=1, prefix_cache=False, is_shared=False))
     stop = ids_alone(make_request(1, 6, 12))[0]
     drive.submit(make_request(1, 6, 12, stop_ids=(stop,)), make_request(2, 6, 3))
     drive.plan()
@@ -161,10 +161,27 @@ def test_pages_of_a_request_with_bad_logits_are_not_used_again() -> None:
     assert drive.finished[2].cached_tokens == 0
 
 
+def test_while_others_wait_two_steps_in_flight_are_no_larger_than_a_full_chunk() -> None:
+    """So a newcomer waits for one long step at most before its own."""
+    drive = Drive(make_config(num_slots=4, chunk_tokens=16))
+    drive.submit(make_request(1, 6, 20))
+    assert drive.plan() is not None
+    drive.submit(make_request(2, 6, 20))
+    assert drive.plan() is None, "the second has to start in the next step, with whoever comes until then"
+    drive.collect()
+    mixed = drive.plan()
+    assert mixed is not None and mixed.prefill and mixed.decode
+    drive.submit(*(make_request(i, 6, 20) for i in range(3, 7)))
+    drive.collect()
+    drive.plan()
+    drive.collect()
+    assert drive.plan() is not None and drive.plan() is not None, "two decode steps, though two requests wait"
+
+
 @pytest.mark.parametrize("failed", [0, 1])
 def test_a_failed_step_ends_the_requests_in_it(failed: int) -> None:
     """The older or the newer of two steps in flight; a request that joined later goes on."""
-    drive = Drive(make_config())
+    drive = Drive(make_config(is_shared=False))
     drive.submit(make_request(1, 6, 8))
     drive.plan()
     drive.submit(make_request(2, 6, 8))
