@@ -6,6 +6,7 @@
 # make simulate-bugs    which seeds find which planted bug     (ARGS=--update renews the list that the tests start from)
 # make aot-tpu          compile all kernels and whole steps for absent TPUs (ARGS="--chips v6e --only decode …"; --help)
 # make aot-cuda         the same for an absent H100 and H200        (ARGS="--chips h100 --only decode …"; --help)
+# make check-peers      llama-server and vLLM beside it on a CPU     (ARGS="--set llama_server=… --set vllm=… …")
 # make check-plan       headrace plan by both compilers, against public measurements
 # make autobahn         RFC 6455 by Autobahn's test suite, in an environment of its own with Python 2.7
 # make protocol         write PROTOCOL.md from the message schema
@@ -36,7 +37,7 @@ CHECKS += deterministic swap
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan autobahn checks venv venv-dev clean simulate simulate-bugs $(CHECKS:%=check-%)
+.PHONY: help serve test lint typecheck protocol aot-tpu aot-cuda check-plan check-peers autobahn checks venv venv-dev clean simulate simulate-bugs $(CHECKS:%=check-%)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -108,8 +109,13 @@ autobahn: venv-dev
 	$(BIN)/python -m scripts.check_autobahn --folder $(VENV)-autobahn --table scripts/autobahn/results.md \
 	  --out evidence/autobahn.json $(ARGS)
 
+# llama-server and vLLM beside headrace on a CPU; scripts/peers/README.md says how to get them and how ARGS names them.
+check-peers: venv-dev
+	@mkdir -p evidence
+	$(BIN)/python -m scripts.check_peers --out evidence/peers.json $(ARGS)
+
 checks:
-	@printf 'make check-%s\n' $(CHECKS) plan
+	@printf 'make check-%s\n' $(CHECKS) plan peers
 
 $(CHECKS:%=check-%): check-%: venv-dev
 	@mkdir -p evidence

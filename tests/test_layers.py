@@ -41,7 +41,7 @@ JAX_FREE = (
     "headrace", "headrace.serving.cli", "headrace.model.config", "headrace.model.gguf_metadata",
     "headrace.model.tokenizer", "headrace.model.chat_template", "headrace.model.pull", "headrace.model.errors",
     "headrace.serving.app.serve", "headrace.serving.app.options",
-    "headrace.serving.app.bench_command", "headrace.serving.app.bench_run",
+    "headrace.serving.app.bench_command", "headrace.serving.app.bench_run", "headrace.serving.app.compare_run",
     "headrace.serving.app.plan_command",
 )  # fmt: skip
 JAX_FREE_FOLDERS = ("serving/bench", "serving/core", "serving/engine", "serving/edge", "serving/cluster")

@@ -133,7 +133,7 @@ def print_open(result: dict[str, Any], console: Console) -> None:
 
 def _print_figures(figures: dict[str, Any], api: str, console: Console) -> None:
     table = _table("ms", *(column.removesuffix("_ms") for column in COLUMNS), "of", "never")
-    titles = LATENCIES | ({"inter_token": "between pieces of text"} if api == "openai" else {})
+    titles = LATENCIES | ({"inter_token": "between pieces of text"} if api != "native" else {})
     rows = [(title, figures[name]) for name, title in titles.items()]
     rows += [(title, figures["server"][name]) for name, title in SERVER_TIMES.items() if name in figures["server"]]
     rows.append(("sent late, by this client", figures["client"]["late"]))

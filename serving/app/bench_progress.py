@@ -25,12 +25,12 @@ class ProgressLine:
         if self._status is not None:
             self._status.stop()
 
-    def show_closed(self, standing: Any) -> None:
-        """standing: a ``serving.bench.closed_loop.Standing``."""
+    def show_closed(self, standing: Any, title: str = "") -> None:
+        """standing: a ``serving.bench.closed_loop.Standing``. title: before it, with what parts it."""
         rate = standing.output_tokens / standing.seconds if standing.seconds else 0.0
-        self._show(
+        self.show(
             standing.seconds,
-            f"{standing.done} of {standing.requests} requests, {standing.failed} failed, "
+            f"{title}{standing.done} of {standing.requests} requests, {standing.failed} failed, "
             f"{standing.output_tokens:,} tokens, {rate:,.1f} tokens/s, {standing.seconds:.0f} s",
         )
 
@@ -43,13 +43,14 @@ class ProgressLine:
         place = f"{standing.seconds:.0f} of {standing.planned_s:.0f} s"
         if over_s > 0:
             place = f"{standing.planned_s:.0f} s and {over_s:.0f} more"
-        self._show(
+        self.show(
             standing.seconds,
             f"{title}{place}, {standing.sent:,} of {standing.requests:,} sent, {standing.in_flight:,} open, "
             f"{standing.refused:,} refused, {standing.failed:,} failed{good}, up to {standing.late_ms:.1f} ms late",
         )
 
-    def _show(self, seconds: float, text: str) -> None:
+    def show(self, seconds: float, text: str) -> None:
+        """seconds: since the run began, by which lines are spaced where there is no terminal."""
         if self._status is not None:
             self._status.update(text)
             return

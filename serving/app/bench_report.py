@@ -4,7 +4,6 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.serving.bench.outcome import PERCENTILES, Outcome
-from headrace.serving.bench.workload import Workload
 from headrace.serving.core.errors import ConfigError
 
 FORMAT = "headrace-bench/2"
@@ -29,18 +27,19 @@ def result_of(
     base: str,
     api: str,
     started: str,
-    workload: Workload,
+    workload: dict[str, Any],
     contract: dict[str, Any] | None,
     figures: dict[str, object],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """contract: ``/v1/contract`` as the server gave it, None for a server that has none."""
+    """workload: as ``bench_levels.described`` gives it. contract: ``/v1/contract`` as the server gave it, None for a
+    server that has none."""
     origin = min((outcome.sent_s for outcome in outcomes), default=0.0)
     return {
         "format": FORMAT,
         "loop": "closed",
         "started": started,
-        "workload": {**asdict(workload), "arrivals": "closed", "hash": workload.hash},
+        "workload": workload,
         "client": client_versions(),
         "server": {"url": base, "api": api, "contract": contract},
         "figures": figures,
@@ -95,22 +94,17 @@ def record_of(outcome: Outcome, origin_s: float) -> dict[str, Any]:
     return found
 
 
-def print_table(result: dict[str, Any], console: Console) -> None:
-    """The workload, what it ran on, the figures; a share of failures in words."""
-    work, figures = result["workload"], result["figures"]
-    prompt = f"{work['prompt_words']} words" if work["prompt_words"] else f"{work['prompt_tokens']} ids"
-    console.print(
-        f"{work['requests']} requests in {work['streams']} streams, prompts of {prompt}, {work['max_tokens']} new "
-        f"tokens, temperature {work['temperature']:g}, seed {work['seed']}; workload {work['hash'][:12]}",
-        highlight=False,
-    )
+def print_table(result: dict[str, Any], title: str, console: Console) -> None:
+    """title: the workload in words. Then what it ran on, the figures; a share of failures in words."""
+    figures = result["figures"]
+    console.print(title, highlight=False)
     console.print(server_text(result["server"]), highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("ms", "mean", *(f"p{p}" for p in PERCENTILES), "of"):
         table.add_column(heading, justify="left" if heading == "ms" else "right")
     for name, text in LATENCIES.items():
         row = figures[name]
-        if name == "inter_token" and result["server"]["api"] == "openai":
+        if name == "inter_token" and result["server"]["api"] != "native":
             text = "between pieces of text"
         cells = [row["mean_ms"], *(row[f"p{p}_ms"] for p in PERCENTILES)]
         table.add_row(text, *("-" if cell is None else f"{cell:,.1f}" for cell in cells), f"{row['count']:,}")

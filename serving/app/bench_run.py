@@ -2,23 +2,29 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
+from headrace.serving.app.bench_html import check_html, write_page
 from headrace.serving.app.bench_keys import read_key, read_keys
+from headrace.serving.app.bench_levels import described, levels_result, print_levels, work_text
 from headrace.serving.app.bench_open_report import open_result, print_open, print_spread
+from headrace.serving.app.bench_page import bench_page
 from headrace.serving.app.bench_plot import save_open_plot
 from headrace.serving.app.bench_progress import ProgressLine
 from headrace.serving.app.bench_report import check_writable, print_table, result_of, write_json
 from headrace.serving.app.plan_plot import check_plot
 from headrace.serving.bench import closed_loop
+from headrace.serving.bench.closed_plan import ClosedPlan
+from headrace.serving.bench.dialect import Door, dialect_of
 from headrace.serving.bench.native_target import NativeTarget
 from headrace.serving.bench.objective import Objective
 from headrace.serving.bench.open_figures import goodput, open_figures
@@ -37,7 +43,8 @@ TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """What the flags said besides the workload."""
+    """What the flags said besides the workload. kind, extra: of other servers, see ``serving.bench.dialect``; fields
+    for every body."""
 
     url: str
     api: str
@@ -50,6 +57,9 @@ class BenchRequest:
     objective: Objective | None
     json_file: Path | None
     plot: Path | None
+    html_file: Path | None = None
+    kind: str = "any"
+    extra: Mapping[str, object] = field(default_factory=dict)
 
     def server(self) -> Server:
         """Raises: ConfigError."""
@@ -57,6 +67,8 @@ class BenchRequest:
             check_writable(self.json_file)
         if self.plot is not None:
             check_plot(self.plot)
+        if self.html_file is not None:
+            check_html(self.html_file)
         return Server(
             base=base_of(self.url),
             key=read_key(self.api_key_file),
@@ -68,33 +80,68 @@ class BenchRequest:
         """Not connected yet. Raises: BenchError."""
         if self.api == "native":
             return NativeTarget(server, self.model, sockets=self.sockets)
-        return OpenAITarget(server, self.model or await model_of(server), connections)
+        return OpenAITarget(
+            server,
+            self.model or await model_of(server),
+            connections,
+            door=Door.CHAT if self.api == "chat" else Door.COMPLETIONS,
+            dialect=dialect_of(self.kind),
+            extra=self.extra,
+        )
+
+    def save(self, result: dict[str, Any]) -> None:
+        """Into the files that were asked for. Raises: ConfigError."""
+        if self.json_file is not None:
+            write_json(self.json_file, result)
+        if self.html_file is not None:
+            write_page(self.html_file, bench_page(result))
 
 
-def run_closed(wanted: BenchRequest, workload: Workload) -> int:
-    """The exit code. Raises: ConfigError."""
+def run_closed(wanted: BenchRequest, runs: Sequence[Workload | ClosedPlan]) -> int:
+    """The exit code. runs: one after the other. Raises: ConfigError."""
     server, console = wanted.server(), Console(stderr=True)
+    for run in runs:
+        if isinstance(run, ClosedPlan):
+            check_workload(run.plan, server)
     started = time.strftime(TIME_FORMAT, time.gmtime())
 
-    async def measure() -> tuple[dict[str, Any] | None, list[Outcome]]:
-        contract = await contract_of(server)
+    async def measure() -> tuple[dict[str, Any] | None, list[list[Outcome]]]:
+        contract, found = await contract_of(server), []
         with ProgressLine(console) as line:
-            async with await wanted.target(server, workload.streams) as target:
-                return contract, await closed_loop.run(workload, target, line.show_closed)
+            async with await wanted.target(server, max(run.streams for run in runs)) as target:
+                for number, run in enumerate(runs, 1):
+                    title = f"run {number} of {len(runs)}, {run.streams} streams: " if len(runs) > 1 else ""
+                    watch = functools.partial(line.show_closed, title=title)
+                    found.append(await closed_loop.run(run, target, watch))
+        return contract, found
 
     try:
         contract, outcomes = asyncio.run(measure())
     except BenchError as error:
-        return _failed(error)
-    found = summarize(outcomes)
-    if wanted.objective is not None:
-        ordered = sorted(outcomes, key=lambda outcome: outcome.sent_s)
-        found["goodput"] = goodput(ordered, 0.0, ordered[0].sent_s, wanted.objective)
-    result = result_of(server.base, wanted.api, started, workload, contract, found, outcomes)
-    print_table(result, Console())
-    if wanted.json_file is not None:
-        write_json(wanted.json_file, result)
-    return 1 if found["failed"] else 0
+        return say_failed(error)
+    figures = [_closed_figures(run, each, wanted.objective) for run, each in zip(runs, outcomes, strict=True)]
+    if len(runs) > 1:
+        result = levels_result(server.base, wanted.api, started, runs, contract, figures, outcomes)
+        print_levels(result, Console())
+    else:
+        work = described(runs[0])
+        result = result_of(server.base, wanted.api, started, work, contract, figures[0], outcomes[0])
+        print_table(result, work_text(work, str(runs[0].streams)), Console())
+    wanted.save(result)
+    return 1 if any(each["failed"] for each in figures) else 0
+
+
+def _closed_figures(
+    run: Workload | ClosedPlan, outcomes: Sequence[Outcome], objective: Objective | None
+) -> dict[str, Any]:
+    found = summarize(outcomes, run.counts)
+    if objective is not None:
+        ordered = sorted(
+            (outcome for outcome in outcomes if run.counts(outcome.index)), key=lambda outcome: outcome.sent_s
+        )
+        start_s = min(outcome.sent_s for outcome in outcomes)
+        found["goodput"] = goodput(ordered, 0.0, start_s, objective)
+    return found
 
 
 def run_open(
@@ -113,7 +160,7 @@ def run_open(
     try:
         contract, runs = asyncio.run(_measure_open(wanted, server, workloads, console, max_in_flight, warmup))
     except BenchError as error:
-        return _failed(error)
+        return say_failed(error)
     except asyncio.CancelledError:
         return INTERRUPTED
     if not runs:
@@ -123,8 +170,7 @@ def run_open(
     result = open_result(server.base, wanted.api, started, workload, name, contract, wanted.objective, found, runs)
     print_open(result, Console())
     print_spread(result, Console())
-    if wanted.json_file is not None:
-        write_json(wanted.json_file, result)
+    wanted.save(result)
     if wanted.plot is not None:
         save_open_plot(result, wanted.objective, wanted.plot)
     if result["interrupted"]:
@@ -195,6 +241,7 @@ def check_workload(workload: WorkloadFile, server: Server) -> None:
         raise ConfigError(f"the workload asks for {tokens:,} tokens; {MAX_TOKENS_IN_ALL:,} are the most that are kept")
 
 
-def _failed(error: BenchError) -> int:
+def say_failed(error: BenchError) -> int:
+    """On standard error; the exit code."""
     click.echo(f"headrace: {error}", err=True)
     return 1

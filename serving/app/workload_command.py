@@ -12,6 +12,11 @@ from headrace.serving.core.errors import ConfigError
 
 LENGTHS_HELP = "128, uniform:64:256 or lognormal:MEDIAN:SIGMA[:MOST]"
 
+TRACE_HELP = (
+    "Instead of a rate: CSV with a header and a column at_s or TIMESTAMP; lengths and tenants from columns "
+    "prompt_tokens (ContextTokens), max_tokens (GeneratedTokens) and tenant, where it has them."
+)
+
 arriving = section("Arrivals")
 lengths = section("Requests")
 who = section("Tenants, priorities and prefixes")
@@ -39,6 +44,8 @@ class FormatCommand(SectionCommand):
     help="Instead of --rate; several follow each other, such as --phase 2:60 --phase 10:60 --phase 2:30.",
 )
 @arriving("--arrivals", type=click.Choice(("poisson", "uniform")), default="poisson", help="Random, or evenly spaced.")
+@arriving("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=TRACE_HELP)
+@arriving("--speed", type=float, default=1.0, help="How many seconds of the trace pass in one.")
 @lengths("--prompt-words", metavar="LENGTH", help=f"Words of a prompt: {LENGTHS_HELP}.  [default: 128]")
 @lengths("--prompt-tokens", metavar="LENGTH", help="Tokens of a prompt, sent as random ids; instead of words.")
 @lengths("--max-tokens", metavar="LENGTH", default="64", help="Tokens of an answer.")
@@ -66,20 +73,7 @@ def make_workload(out: Path, **flags: Any) -> int:
     from headrace.serving.bench.make_workload import WorkloadPlan
     from headrace.serving.bench.make_workload import make_workload as make
 
-    phases = tuple(parse_phase(text) for text in flags.pop("phases"))
-    rate, duration_s = flags.pop("rate"), flags.pop("duration_s")
-    tenants = tuple(parse_share("--tenant", text) for text in flags.pop("tenants"))
-    priorities = tuple(parse_share("--priority", text) for text in flags.pop("priorities"))
-    prefixes = parse_prefixes(flags.pop("prefixes"))
-    plan = WorkloadPlan(
-        phases=phases_of(rate, duration_s, flags["requests"], phases),
-        tenants=tenants,
-        priorities=priorities,
-        prefixes=prefixes,
-        **lengths_of(flags),
-        **flags,
-    )
-    workload = make(plan)
+    workload = make(WorkloadPlan(**shares_of(flags), **arrivals_of(flags), **lengths_of(flags), **flags))
     try:
         with out.open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in workload.lines())
@@ -93,6 +87,31 @@ def make_workload(out: Path, **flags: Any) -> int:
         err=True,
     )
     return 0
+
+
+def arrivals_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of rates, phases and traces out of flags. Raises: ConfigError where they contradict."""
+    from headrace.serving.bench.trace_file import load_trace
+
+    phases = tuple(parse_phase(text) for text in flags.pop("phases"))
+    rate, duration_s = flags.pop("rate"), flags.pop("duration_s")
+    trace, speed, requests = flags.pop("trace"), flags.pop("speed"), flags.pop("requests")
+    if trace is None:
+        if speed != 1:
+            raise ConfigError("--speed is of a --trace")
+        return {"phases": phases_of(rate, duration_s, requests, phases), "requests": requests}
+    if phases or rate is not None or duration_s is not None:
+        raise ConfigError("--trace has the arrivals; leave out --rate, --duration and --phase")
+    return {"phases": (), "trace": load_trace(trace, speed=speed, most=requests)}
+
+
+def shares_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of tenants, priorities and prefixes out of flags. Raises: ConfigError."""
+    return {
+        "tenants": tuple(parse_share("--tenant", text) for text in flags.pop("tenants")),
+        "priorities": tuple(parse_share("--priority", text) for text in flags.pop("priorities")),
+        "prefixes": parse_prefixes(flags.pop("prefixes")),
+    }
 
 
 def lengths_of(flags: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from headrace.serving.bench.closed_plan import ClosedPlan
 from headrace.serving.bench.outcome import Outcome
 from headrace.serving.bench.targets import Target
 from headrace.serving.bench.workload import Workload
@@ -28,10 +29,10 @@ class Standing:
 Watcher = Callable[[Standing], None]
 
 
-async def run(workload: Workload, target: Target, watch: Watcher = lambda _: None) -> list[Outcome]:
+async def run(workload: Workload | ClosedPlan, target: Target, watch: Watcher = lambda _: None) -> list[Outcome]:
     """Warm-up requests first, then those that count, by their indexes. Outcomes are in the order of the ends."""
     for index in range(-workload.warmup, 0):
-        await target.ask(index, workload.body(index))
+        await target.ask(index, workload.body(index), workload.terms(index))
     outcomes: list[Outcome] = []
     indexes = iter(range(workload.requests))
     teller = asyncio.create_task(_tell(workload, outcomes, watch))
@@ -46,13 +47,15 @@ async def run(workload: Workload, target: Target, watch: Watcher = lambda _: Non
     return outcomes
 
 
-async def _stream(workload: Workload, target: Target, indexes: Iterator[int], outcomes: list[Outcome]) -> None:
+async def _stream(
+    workload: Workload | ClosedPlan, target: Target, indexes: Iterator[int], outcomes: list[Outcome]
+) -> None:
     """One of the streams: the next request that nobody has taken, until there is none."""
     for index in indexes:
-        outcomes.append(await target.ask(index, workload.body(index)))
+        outcomes.append(await target.ask(index, workload.body(index), workload.terms(index)))
 
 
-async def _tell(workload: Workload, outcomes: list[Outcome], watch: Watcher) -> None:
+async def _tell(workload: Workload | ClosedPlan, outcomes: list[Outcome], watch: Watcher) -> None:
     start_s, seen, failed, tokens = time.monotonic(), 0, 0, 0
     while True:
         for outcome in outcomes[seen:]:

@@ -1,4 +1,4 @@
-"""Workloads from a few numbers: a rate of arrivals, lengths from distributions, tenants and shared prefixes by shares.
+"""Workloads from a few numbers: arrivals by a rate or a trace, lengths from distributions, tenants, prefixes.
 
 Each aspect draws from a stream of its own, so a run with longer answers, say, has the same arrivals as before.
 """
@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headrace.serving.bench.trace_file import TracedRequest
 from headrace.serving.bench.workload_fields import MAX_REQUESTS, MAX_TIME_S
 from headrace.serving.bench.workload_file import PlannedRequest, Prompt, WorkloadFile
 from headrace.serving.core.errors import ConfigError
@@ -81,7 +82,8 @@ class Share:
 class WorkloadPlan:
     """phases: (requests per second, seconds), one after the other. requests: instead of the end of the last phase, None
     where that counts. is_words: whether prompts are drawn words, else random ids. tenants, prefixes and priorities:
-    empty for none. cancel_share: of requests that the client cancels, cancel_after_s after their planned start.
+    empty for none. cancel_share: of requests that the client cancels, cancel_after_s after their planned start. trace:
+    arrivals, and what it has of lengths and tenants, instead of phases, which are then empty.
 
     Raises: ConfigError naming the option and its limit.
     """
@@ -101,6 +103,7 @@ class WorkloadPlan:
     temperature: float = 0.0
     ignore_eos: bool = True
     seed: int = 0
+    trace: tuple[TracedRequest, ...] = ()
 
     def __post_init__(self) -> None:
         if self.arrivals not in ARRIVALS:
@@ -111,8 +114,10 @@ class WorkloadPlan:
                     f"{rate:g} requests/s for {seconds:g} s: a rate is above 0 to 100,000, a time above 0 to "
                     f"{MAX_TIME_S:,.0f} s"
                 )
-        if not self.phases:
-            raise ConfigError("give --rate with --duration or --requests, or --phase")
+        if self.phases and self.trace:
+            raise ConfigError("a trace has the arrivals; leave out --rate, --duration and --phase")
+        if not self.phases and not self.trace:
+            raise ConfigError("give --rate with --duration or --requests, --phase, or --trace")
         if self.requests is not None and not 1 <= self.requests <= MAX_REQUESTS:
             raise ConfigError(f"--requests is {self.requests}; it must be from 1 to {MAX_REQUESTS:,}")
         expected = sum(rate * seconds for rate, seconds in self.phases)
@@ -131,21 +136,26 @@ class WorkloadPlan:
                 raise ConfigError("shares of --tenant, --priority and --shared-prefix must not all be 0")
 
 
-def make_workload(plan: WorkloadPlan) -> WorkloadFile:
-    """The same plan gives the same workload. Raises: ConfigError where no request falls into the time."""
+def make_workload(plan: WorkloadPlan, *, is_closed: bool = False) -> WorkloadFile:
+    """The same plan gives the same workload. is_closed: the times do not count, and its description names none.
+
+    Raises: ConfigError where no request falls into the time.
+    """
     aspects = ("prompt", "answer", "tenant", "prefix", "priority", "cancel")
     streams = {aspect: random.Random(f"{plan.seed}:{aspect}") for aspect in aspects}
     names = {prefix.name: prefix.length for prefix in plan.prefixes if prefix.name is not None}
     requests = []
     for index, at_s in enumerate(_arrivals(plan)):
         length = plan.prompt.draw(streams["prompt"])
+        traced = plan.trace[index] if plan.trace else None
+        answer = plan.max_tokens.draw(streams["answer"])
         is_cancelled = streams["cancel"].random() < plan.cancel_share
         requests.append(
             PlannedRequest(
                 at_s=at_s,
-                prompt=_of(length, plan.is_words),
-                max_tokens=plan.max_tokens.draw(streams["answer"]),
-                tenant=_one_of(plan.tenants, streams["tenant"]),
+                prompt=_of((traced and traced.prompt_tokens) or length, plan.is_words),
+                max_tokens=(traced and traced.max_tokens) or answer,
+                tenant=(traced and traced.tenant) or _one_of(plan.tenants, streams["tenant"]),
                 shared_prefix=_one_of(plan.prefixes, streams["prefix"]),
                 priority=_one_of(plan.priorities, streams["priority"]),
                 deadline_ms=plan.deadline_ms,
@@ -163,7 +173,7 @@ def make_workload(plan: WorkloadPlan) -> WorkloadFile:
         requests=tuple(requests),
         duration_s=round(max(planned_s, last_s), 6),
         seed=plan.seed,
-        description=describe(plan),
+        description=describe(plan, is_closed=is_closed),
         prefixes={name: _of(length, plan.is_words) for name, length in names.items()},
     )
 
@@ -178,17 +188,27 @@ def _sampling(plan: WorkloadPlan, index: int) -> dict[str, object]:
     return found
 
 
-def describe(plan: WorkloadPlan) -> str:
+def describe(plan: WorkloadPlan, *, is_closed: bool = False) -> str:
     """In a line: how it was made."""
+    if plan.trace:
+        return f"{len(plan.trace)} requests of a trace" + _shares_text(plan)
     rates = ", then ".join(f"{rate:g} requests/s for {seconds:g} s" for rate, seconds in plan.phases)
     if plan.requests is not None:
         rates = f"{plan.requests} requests at {plan.phases[0][0]:g}/s"
     kind = "words" if plan.is_words else "ids"
-    parts = [f"{rates} ({plan.arrivals})", f"prompts of {plan.prompt} {kind}", f"{plan.max_tokens} new tokens"]
+    arrivals = [] if is_closed else [f"{rates} ({plan.arrivals})"]
+    parts = [*arrivals, f"prompts of {plan.prompt} {kind}", f"{plan.max_tokens} new tokens"]
+    return (", ".join(parts) + _shares_text(plan))[:1_000]
+
+
+def _shares_text(plan: WorkloadPlan) -> str:
+    parts = [""]
     for title, shares in (("tenants", plan.tenants), ("priorities", plan.priorities), ("prefixes", plan.prefixes)):
         if shares:
             parts.append(f"{title} " + " ".join(f"{each.name or 'none'}={each.share:g}" for each in shares))
-    return ", ".join(parts)[:1_000]
+    if plan.cancel_share:
+        parts.append(f"{plan.cancel_share:.0%} cancelled after {plan.cancel_after_s:g} s")
+    return ", ".join(parts)
 
 
 def _of(length: int, is_words: bool) -> Prompt:
@@ -204,6 +224,9 @@ def _one_of(shares: tuple[Share, ...], rng: random.Random) -> str | None:
 def _arrivals(plan: WorkloadPlan) -> Iterator[float]:
     """Ascending, in microseconds' steps. Phases join as one process whose rate changes: what is left of a gap when the
     rate changes is stretched or shortened by it."""
+    if plan.trace:
+        yield from (request.at_s for request in plan.trace)
+        return
     rng = random.Random(f"{plan.seed}:arrivals")
     count, start_s = 0, 0.0
     need = 0.0 if plan.arrivals == "uniform" else rng.expovariate(1.0)

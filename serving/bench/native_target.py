@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from websockets.exceptions import WebSocketException
 
 from headrace.serving.bench.outcome import (
+    MAX_KEPT_CHARS,
     Outcome,
     cached_of,
     clean_code,
@@ -24,7 +26,8 @@ class NativeTarget:
     """sockets: of each tenant that has a key of its own, and of all others together; requests take turns on them. A
     socket that was lost is opened again by the next request that needs it."""
 
-    def __init__(self, server: Server, model: str | None, *, sockets: int = 1) -> None:
+    def __init__(self, server: Server, model: str | None, *, sockets: int = 1, keeps_text: bool = False) -> None:
+        self._kept_chars = MAX_KEPT_CHARS if keeps_text else 0
         self._server = server
         self._model = model
         groups: list[str | None] = [None, *server.keys]
@@ -76,7 +79,8 @@ class NativeTarget:
         else:
             error = _fault_of(history)
             client.forget(history)  # what comes after a timeout belongs to nobody else
-        return _outcome(index, history, terms, error, is_cancelled)
+        found = _outcome(index, history, terms, error, is_cancelled)
+        return replace(found, text=_text_of(history)[: self._kept_chars]) if self._kept_chars else found
 
 
 async def _cancelled(client: StreamClient, history: History, cancel_s: float | None) -> bool:
@@ -121,6 +125,10 @@ def _outcome(index: int, history: History, terms: Terms, error: str | None, is_c
         gaps_ms=gaps,
         pauses_ms=gaps if len(gaps) == len(times) - 1 else pauses_of(times),
     )
+
+
+def _text_of(history: History) -> str:
+    return "".join(str(frame.get("text", "")) for _, frame in history.of_type("delta"))
 
 
 def _fault_of(history: History) -> str | None:

@@ -3,12 +3,22 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
-from headrace.serving.bench.outcome import Outcome, cached_of, clean_id, gaps_of, is_refusal, server_times
+from headrace.serving.bench.dialect import KINDS, Dialect, Door
+from headrace.serving.bench.outcome import (
+    MAX_KEPT_CHARS,
+    Outcome,
+    cached_of,
+    clean_id,
+    gaps_of,
+    is_refusal,
+    server_times,
+)
 from headrace.serving.bench.targets import (
     AS_SOON_AS_ASKED,
     MAX_ERROR_BYTES,
@@ -23,9 +33,12 @@ from headrace.serving.bench.targets import (
 
 @dataclass(slots=True)
 class _Answer:
-    """Of one streamed HTTP answer, while it comes. sent_s: when it had a connection to be sent on, None before."""
+    """Of one streamed HTTP answer, while it comes. sent_s: when it had a connection to be sent on, None before.
+    texts: pieces that are kept, at most so many characters (chars_left)."""
 
     times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    chars_left: int = 0
     sent_s: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -49,8 +62,11 @@ class _Answer:
             choices = event.get("choices") or [{}]
             if event.get("error"):
                 self.fail(data.encode(), 200)
-            if choices[0].get("text"):
+            if text := _text_of(choices[0]):
                 self.times.append(time.monotonic())
+                if self.chars_left > 0:
+                    self.texts.append(text[: self.chars_left])
+                    self.chars_left -= len(text)
             self.finish = choices[0].get("finish_reason") or self.finish
             self.request_id = self.request_id or clean_id(event.get("id"))
             self.server = server_times(event.get("metrics")) or self.server
@@ -67,14 +83,36 @@ class _Answer:
         self.is_refused = not self.times and is_refusal(self.error, type_of(raw), None if status == 200 else status)
 
 
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """Of a completion's piece, or a chat's; what a model thinks before it answers is output, too."""
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+
+
 class OpenAITarget:
-    """``POST /v1/completions`` with server-sent events, a connection for each stream, at most so many.
+    """A POST with server-sent events to one door, a connection for each stream, at most so many.
 
     Such servers do not say how many tokens a piece of text has: gaps are those between pieces, each counted once.
+    extra: fields of every body, over those of the workload. keeps_text: of answers, for comparing them.
     """
 
-    def __init__(self, server: Server, model: str, streams: int) -> None:
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        streams: int,
+        *,
+        door: Door = Door.COMPLETIONS,
+        dialect: Dialect = KINDS["any"],
+        extra: Mapping[str, object] | None = None,
+        keeps_text: bool = False,
+    ) -> None:
         self._server = server
+        self._path = "/v1/chat/completions" if door is Door.CHAT else "/v1/completions"
+        self._door = door
+        self._dialect = dialect
+        self._extra = dict(extra or {})
+        self._kept_chars = MAX_KEPT_CHARS if keeps_text else 0
         self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         self._client = server.client(streams)
 
@@ -85,13 +123,14 @@ class OpenAITarget:
         await self._client.aclose()
 
     async def ask(self, index: int, body: dict[str, object], terms: Terms = AS_SOON_AS_ASKED) -> Outcome:
-        answer = _Answer()
+        answer = _Answer(chars_left=self._kept_chars)
+        fields = self._fields | terms.body_fields | self._dialect.body(body, self._door) | self._extra
         asked_s = time.monotonic()
         is_cancelled = False
         cancel = asyncio.timeout(None if terms.cancel_s is None else max(0.0, terms.cancel_s - asked_s))
         try:
             async with asyncio.timeout(self._server.limit_s), cancel:
-                await self._stream(self._fields | terms.body_fields | body, terms, answer)
+                await self._stream(fields, terms, answer)
         except (TimeoutError, httpx.TimeoutException):
             is_cancelled = cancel.expired()
             answer.error = None if is_cancelled else "timeout"
@@ -122,12 +161,13 @@ class OpenAITarget:
             first_tokens=1 if times else 0,
             gaps_ms=gaps,
             pauses_ms=gaps,
+            text="".join(answer.texts),
         )
 
     async def _stream(self, body: dict[str, object], terms: Terms, answer: _Answer) -> None:
         key = self._server.key_of(terms.tenant)
         headers = terms.headers if key is None else {**terms.headers, "authorization": f"Bearer {key}"}
-        url, extensions = self._server.base + "/v1/completions", {"trace": answer.trace}
+        url, extensions = self._server.base + self._path, {"trace": answer.trace}
         async with self._client.stream("POST", url, json=body, headers=headers, extensions=extensions) as response:
             answer.request_id = clean_id(response.headers.get("x-request-id"))
             if response.status_code != 200:

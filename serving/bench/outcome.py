@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ MAX_ERROR_TYPES = 20
 MAX_CODE_CHARS = 64
 MAX_SERVER_NUMBERS = 32
 """Of one request, from a server's own metrics."""
+MAX_KEPT_CHARS = 32_768
+"""Of one answer's text, where it is kept."""
 PERCENTILES = (50, 95, 99)
 
 
@@ -27,6 +29,7 @@ class Outcome:
     the server counted them, or pieces of text where it does not say. cached_tokens: of the prompt, that it had already;
     0 where it does not say. first_tokens: of the first piece. planned_s: None in a closed loop. request_id: the
     server's; server: its own times and counts of this request, by the names that it gives them.
+    text: of the answer, where the target keeps it.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Outcome:
     tenant: str | None = None
     request_id: str | None = None
     server: Mapping[str, float] = field(default_factory=dict)
+    text: str = field(default="", repr=False)
 
     @property
     def start_s(self) -> float:
@@ -137,14 +141,16 @@ def spread(values_ms: Sequence[float]) -> dict[str, float | int | None]:
     return {"count": len(values_ms), "mean_ms": round(float(np.mean(values_ms)), 3), **percentiles}
 
 
-def summarize(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """Of a run. seconds: from the first request to the last end. Rates and latencies are of answers that ended well."""
+def summarize(outcomes: Sequence[Outcome], counts: Callable[[int], bool] = lambda _: True) -> dict[str, Any]:
+    """Of a run. counts: whether a request of that index is in the latencies. seconds: from the first request to the
+    last end. Rates and latencies are of answers that ended well."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     codes = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     errors = dict(codes.most_common(MAX_ERROR_TYPES))
     if len(codes) > MAX_ERROR_TYPES:
         errors["other"] = errors.get("other", 0) + sum(codes.values()) - sum(errors.values())
     seconds = max(o.ended_s for o in outcomes) - min(o.sent_s for o in outcomes) if outcomes else 0.0
+    timed = [outcome for outcome in good if counts(outcome.index)]
     output_tokens = sum(outcome.output_tokens for outcome in good)
     return {
         "requests": len(outcomes),
@@ -156,7 +162,7 @@ def summarize(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "output_tokens": output_tokens,
         "output_tokens_per_s": round(output_tokens / seconds, 2) if seconds else 0.0,
         "requests_per_s": round(len(good) / seconds, 3) if seconds else 0.0,
-        "first_token": spread([(o.first_s - o.sent_s) * 1000 for o in good if o.first_s is not None]),
-        "inter_token": spread([gap for outcome in good for gap in outcome.gaps_ms]),
-        "whole_answer": spread([(outcome.ended_s - outcome.sent_s) * 1000 for outcome in good]),
+        "first_token": spread([(o.first_s - o.sent_s) * 1000 for o in timed if o.first_s is not None]),
+        "inter_token": spread([gap for outcome in timed for gap in outcome.gaps_ms]),
+        "whole_answer": spread([(outcome.ended_s - outcome.sent_s) * 1000 for outcome in timed]),
     }

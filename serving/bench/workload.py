@@ -5,6 +5,7 @@ import json
 import random
 from dataclasses import asdict, dataclass
 
+from headrace.serving.bench.targets import AS_SOON_AS_ASKED, Terms
 from headrace.serving.core.errors import ConfigError
 
 WORDS = (
@@ -79,6 +80,14 @@ class Workload:
         if self.temperature > 0:
             body["seed"] = (self.seed + index) % (1 << 31)
         return body
+
+    def terms(self, index: int) -> Terms:
+        """None of its requests has any."""
+        return AS_SOON_AS_ASKED
+
+    def counts(self, index: int) -> bool:
+        """Whether its latencies do."""
+        return True
 
     @property
     def hash(self) -> str:

@@ -84,7 +84,7 @@ def test_lengths() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"phases": ()}, "give --rate with --duration or --requests, or --phase"),
+        ({"phases": ()}, "give --rate with --duration or --requests, --phase, or --trace"),
         ({"phases": ((0.0, 1.0),)}, "a rate is above 0"),
         ({"phases": ((1.0, float("nan")),)}, "a time above 0"),
         ({"phases": ((1e5, 1e5),)}, "requests are planned; a workload has at most 1,000,000"),

@@ -283,9 +283,8 @@ def test_what_a_picture_shows_of_a_request() -> None:
     [
         (("--rate", "1"), "give --rate with either --duration or --requests"),
         (("--rate", "1", "--duration", "1", "--streams", "2"), "--streams is of a closed loop"),
-        (("--duration", "1"), "--duration needs an open loop; give --rate or --workload"),
+        (("--duration", "1"), "--duration needs an open loop; give --rate, --phase, --trace or --workload"),
         (("--workload", "FILE", "--seed", "1", "--rate", "1"), "--workload has what --rate, --seed would say"),
-        (("--max-tokens", "uniform:1:2"), "a closed loop has prompts and answers of one length"),
         (("--rate", "1", "--requests", "2", "--max-tokens", "x"), "--max-tokens 'x' is no length"),
         (("--prompt-words", "1", "--prompt-tokens", "1"), "either --prompt-words or --prompt-tokens"),
         (("--rate", "1", "--requests", "1", "--slo", "ttft=1"), "--slo 'ttft=1': ttft is '1'"),
