@@ -120,15 +120,17 @@ def built(
     search_path: str | None = None,
     root: Path = ROOT,
     prebuilt: Path = PREBUILT,
+    isas: tuple[str, ...] | None = None,
 ) -> cache.Version:
     """The library for this machine: the package's own if it has one of these sources, else the cache's, compiled where
     the cache has none.
 
     directory: the cache; default_cache() by default. search_path: where the compiler is, by default PATH.
-    root: folder that FOLDERS are in. prebuilt: folder of the package's own library.
+    root: folder that FOLDERS are in. prebuilt: folder of the package's own library. isas: compile for these; by default
+    for those of this machine.
     Raises BuildError: no kernels for this CPU, no compiler, or it failed; an unsafe cache.
     """
-    isas = _local_isas()
+    isas = isas or _local_isas()
     if (version := _prebuilt(prebuilt, root)) is not None:
         return version
     compiler = find_compiler(search_path)

@@ -11,52 +11,52 @@
 //    tests/pallas_kernels/native/test_library.py looks for such copies.
 //  * op.cc, compiled once for the base architecture, has the handler, and asks for the table at each call:
 //        HEADRACE_DECLARE(OpTable, GetOpTable)                      // at global scope
-//        const OpTable* table = HEADRACE_TABLE(GetOpTable);        // null: this CPU has none; return an error
+//        const OpTable* table = HEADRACE_CHOSEN(GetOpTable);        // null: this CPU has none; return an error
 //  AVX-512 means F, BW, DQ, VL and VNNI together; AVX2 means AVX2, FMA and F16C; NEON means dotprod and fp16.
 #pragma once
 
 #define HEADRACE_DECLARE_AVX2(type, getter)
 #define HEADRACE_DECLARE_AVX512(type, getter)
 #define HEADRACE_DECLARE_NEON(type, getter)
-#define HEADRACE_TABLE_AVX2(getter)
-#define HEADRACE_TABLE_AVX512(getter)
-#define HEADRACE_TABLE_NEON(getter)
+#define HEADRACE_CHOSEN_AVX2(getter)
+#define HEADRACE_CHOSEN_AVX512(getter)
+#define HEADRACE_CHOSEN_NEON(getter)
 
 #ifdef HEADRACE_HAS_AVX2
 #undef HEADRACE_DECLARE_AVX2
-#undef HEADRACE_TABLE_AVX2
+#undef HEADRACE_CHOSEN_AVX2
 #define HEADRACE_DECLARE_AVX2(type, getter) \
   namespace headrace::avx2 {                \
   const type& getter();                     \
   }
-#define HEADRACE_TABLE_AVX2(getter) ::headrace::ChosenIsa() == ::headrace::Isa::kAvx2 ? &::headrace::avx2::getter() :
+#define HEADRACE_CHOSEN_AVX2(getter) ::headrace::ChosenIsa() == ::headrace::Isa::kAvx2 ? &::headrace::avx2::getter() :
 #endif
 #ifdef HEADRACE_HAS_AVX512
 #undef HEADRACE_DECLARE_AVX512
-#undef HEADRACE_TABLE_AVX512
+#undef HEADRACE_CHOSEN_AVX512
 #define HEADRACE_DECLARE_AVX512(type, getter) \
   namespace headrace::avx512 {                \
   const type& getter();                       \
   }
-#define HEADRACE_TABLE_AVX512(getter) \
+#define HEADRACE_CHOSEN_AVX512(getter) \
   ::headrace::ChosenIsa() == ::headrace::Isa::kAvx512 ? &::headrace::avx512::getter() :
 #endif
 #ifdef HEADRACE_HAS_NEON
 #undef HEADRACE_DECLARE_NEON
-#undef HEADRACE_TABLE_NEON
+#undef HEADRACE_CHOSEN_NEON
 #define HEADRACE_DECLARE_NEON(type, getter) \
   namespace headrace::neon {                \
   const type& getter();                     \
   }
-#define HEADRACE_TABLE_NEON(getter) ::headrace::ChosenIsa() == ::headrace::Isa::kNeon ? &::headrace::neon::getter() :
+#define HEADRACE_CHOSEN_NEON(getter) ::headrace::ChosenIsa() == ::headrace::Isa::kNeon ? &::headrace::neon::getter() :
 #endif
 
 #define HEADRACE_DECLARE(type, getter)  \
   HEADRACE_DECLARE_AVX2(type, getter)   \
   HEADRACE_DECLARE_AVX512(type, getter) \
   HEADRACE_DECLARE_NEON(type, getter)
-#define HEADRACE_TABLE(getter) \
-  (HEADRACE_TABLE_AVX512(getter) HEADRACE_TABLE_AVX2(getter) HEADRACE_TABLE_NEON(getter) nullptr)
+#define HEADRACE_CHOSEN(getter) \
+  (HEADRACE_CHOSEN_AVX512(getter) HEADRACE_CHOSEN_AVX2(getter) HEADRACE_CHOSEN_NEON(getter) nullptr)
 
 namespace headrace {
 

@@ -18,7 +18,7 @@ constexpr size_t kItemWords = 1 << 17;  // 1 MiB an item
 
 // The XOR of the 64-bit words of all inputs.
 ffi::Error Stream(ffi::ThreadPool pool, ffi::RemainingArgs buffers, ffi::ResultBuffer<ffi::U32> sum_2) {
-  const StreamTable* const table = HEADRACE_TABLE(GetStreamTable);
+  const StreamTable* const table = HEADRACE_CHOSEN(GetStreamTable);
   if (table == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "HeadraceStream: no instruction set");
   if (sum_2->element_count() != 2) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "HeadraceStream: result is [2]");
   std::atomic<uint64_t> sum{0};
