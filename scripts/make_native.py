@@ -34,16 +34,10 @@ def make(out: Path) -> Path:
             tree / "pallas_kernels" / "native" / "prebuilt",
             progress=lambda done, total, name: print(f"[{done}/{total}] {name}", file=sys.stderr),
         )
-        subprocess.run(
-            [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(made), str(tree)],
-            check=True, stdout=sys.stderr,
-        )  # fmt: skip
-        (wheel,) = made.glob("*.whl")
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        subprocess.run(
-            [sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", platform, str(wheel)],
-            check=True, stdout=sys.stderr,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(made), str(tree)]
+        command.append(f"--config-settings=--build-option=--plat-name={platform}")
+        subprocess.run(command, check=True, stdout=sys.stderr)
         (wheel,) = made.glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy(wheel, out))
