@@ -9,7 +9,7 @@ import jax
 from headrace.pallas_kernels.native.build import built
 
 PLATFORM = "cpu"
-TARGETS: tuple[str, ...] = ()
+TARGETS: tuple[str, ...] = ("HeadraceRotaryAttention",)
 """Symbols of FFI handlers; each is registered under its own name."""
 
 
