@@ -217,13 +217,14 @@ def top_cut(
 
 
 def _kernel(operation: str, kernels: Kernels, function: str | None = None) -> Callable[..., Any]:
-    module = f"headrace.pallas_kernels.{operation}.{kernels.implementation}"
+    implementation = Implementation.REFERENCE if operation in kernels.by_reference else kernels.implementation
+    module = f"headrace.pallas_kernels.{operation}.{implementation}"
     try:
         return getattr(importlib.import_module(module), function or operation)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise UnsupportedCase(f"{operation} has no {kernels.implementation} implementation") from error
+        raise UnsupportedCase(f"{operation} has no {implementation} implementation") from error
 
 
 def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:

@@ -53,6 +53,8 @@ class Kernels:
     interpret: what ``pallas_call`` gets as ``interpret``: False, True, or parameters of an interpreter.
     blocks: explicit block sizes, one frozen dataclass at most of each operation's kind; they win over tuned ones.
     activations: of products with quantized weights; other implementations than the CPU's are always exact.
+    by_reference: operations, by name, that the implementation has no code for and the reference runs; a part of the
+      choice, shown at the start. What is not listed is refused.
     """
 
     implementation: Implementation = Implementation.REFERENCE
@@ -60,6 +62,7 @@ class Kernels:
     interpret: Hashable = False
     blocks: tuple[Hashable, ...] = ()
     activations: Activations = Activations.EXACT
+    by_reference: tuple[str, ...] = ()
 
     def explicit(self, kind: type[Blocks]) -> Blocks | None:
         """The given block sizes of this kind."""

@@ -39,9 +39,10 @@ SWAP_POOLS = 4
 DEFAULT_MEMORY_FRACTION = 0.9
 """On accelerators. The rest is for code, fragments and what the compiler does not report."""
 DEVICES = ("auto", "cpu", "gpu", "tpu")
-ATTENTIONS = ("auto", "tpu", "gpu", "reference")
+ATTENTIONS = ("auto", "tpu", "gpu", "cpu", "reference")
+ACTIVATIONS = ("auto", "exact", "int16", "int8")
 DTYPES = ("auto", "float32", "bfloat16")
-WEIGHTS = ("native", "int8")
+WEIGHTS = ("native", "bf16", "f32", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 LADDER_STEP = 4
 """Between programs of a ladder; a row or token of padding costs less than one more program to compile."""
@@ -67,8 +68,8 @@ class FakeOptions:
 class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
-    model: path of a .gguf file or a model directory. device, attention, dtype, weights, kv_dtype: see DEVICES and the
-    others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes together; each gets
+    model: path of a .gguf file or a model directory. device, attention, activations, dtype, weights, kv_dtype: see
+    DEVICES and the others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes together; each gets
     its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV
     pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
     num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
@@ -84,6 +85,7 @@ class EngineOptions:
     device: str = "auto"
     mesh: str | None = None
     attention: str = "auto"
+    activations: str = "auto"
     dtype: str = "auto"
     weights: str = "native"
     kv_dtype: str = "auto"
@@ -136,8 +138,8 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
-    weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
+    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run; why: these, for
+    people. activations: see ``Ready``. dtype: of weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
     ``Ready``. numerics: of device and libraries; ``numerics_of`` adds the shapes of programs."""
 
     runner: Runner
@@ -149,6 +151,8 @@ class BuiltEngine:
     dtype: str
     mesh: str = "tensor=1"
     weights: str = "native"
+    activations: str = "exact"
+    why: str = ""
     family: str = ""
     architecture: str = ""
     stored_types: Mapping[str, int] = field(default_factory=dict)
@@ -229,6 +233,7 @@ def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
     for flag, value, known in (
         ("--device", options.device, DEVICES),
         ("--attention", options.attention, ATTENTIONS),
+        ("--activations", options.activations, ACTIVATIONS),
         ("--dtype", options.dtype, DTYPES),
         ("--weights", options.weights, WEIGHTS),
         ("--kv-dtype", options.kv_dtype, KV_DTYPES),

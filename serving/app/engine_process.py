@@ -195,6 +195,8 @@ def ready_message(
         topology=built.topology,
         mesh=built.mesh,
         attention=built.attention,
+        activations=built.activations,
+        why=built.why,
         dtype=built.dtype,
         weights=built.weights,
         kv_dtype=built.resolved.kv.dtype,

@@ -15,6 +15,7 @@ from headrace.serving.app.build import (
     mesh_shape,
     resolve,
 )
+from headrace.pallas_kernels.native.library import load
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import Loaded
 from headrace.serving.engine.ports import Hosts, Progress
@@ -54,12 +55,13 @@ def build_jax_engine(
     own = [x for x in devices if is_here(x)]
     wishes = Wishes(
         attention=options.attention,
+        activations=options.activations,
         dtype=options.dtype,
         weights=options.weights,
         kv_dtype=options.kv_dtype,
         interpret=options.interpret,
     )
-    backend = choose_backend(device, wishes, mesh)
+    backend = choose_backend(device, wishes, mesh, model=config, load=partial(_load_kernels, progress))
     resolved = resolve(options, _config_on(config, shape), backend.kv_format)
     use_compile_cache(options.compile_cache)
     if _needs_limit(options, device):
@@ -80,13 +82,20 @@ def build_jax_engine(
         topology=topology_of(devices),
         mesh=str(shape),
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
+        activations=kernels.activations.value,
+        why=backend.why,
         dtype=backend.dtype.name,
         weights=backend.weights.value,
         family=model.config.family,
         architecture=config_hash(model.config),
         stored_types=model.stored_types,
-        numerics=numerics_of(device),
+        numerics=numerics_of(device) | ({"kernels": f"cpu:{backend.isa}"} if backend.isa else {}),
     )
+
+
+def _load_kernels(progress: Progress) -> str:
+    """Of the CPU; compiled at the first start. Raises: BuildError."""
+    return load(progress=lambda done, total, name: progress(f"compiling kernels: {name}", done, total)).isa
 
 
 def _agreed(

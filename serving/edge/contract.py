@@ -65,6 +65,7 @@ class ServedContract:
             "quantization": quantization(ready),
             "kv_dtype": ready.kv_dtype,
             "attention": ready.attention,
+            "activations": ready.activations,
             **self._edge,
             "max_context": ready.max_context,
             "sampling": SAMPLING_POLICY,
@@ -121,6 +122,7 @@ def contract_document(
             "num_pages": ready.num_pages,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "weights_bytes": ready.weights_bytes,
+            "kernels": ready.why or ready.attention,
             **({} if first_token_ms is None else {"first_token_ms": first_token_ms}),
         },
         "versions": {

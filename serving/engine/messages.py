@@ -67,7 +67,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine serves. model_hash: hex SHA-256 root over per-tensor digests.
 
     mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank: which of them this is.
-    attention: whose kernels run. dtype: of weights and products. weights: how the matrices of products lie in memory.
+    attention: whose kernels run; why: these, for people, with the operations that they leave to the reference.
+    activations: in what form products with quantized weights read their inputs: exact, int16 or int8. dtype: of weights and products. weights: how the matrices of products lie in memory.
     kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of pages comes from, on
     each device; None where it was given. num_pages, num_slots: of each of num_lanes. family, architecture: of the
     model, and SHA-256 in hex of its configuration. stored_types: how many tensors of each type its files hold.
@@ -102,6 +103,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     num_swap_pages: int = 0
     swap_page_s: float = 0.0
     numerics: dict[str, str] = {}
+    activations: str = "exact"
+    why: str = ""
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
