@@ -75,9 +75,7 @@ def _checked_heads(
     if pool.dtype.name not in STORED:
         raise UnsupportedCase(f"a pool of {pool.dtype}; on CPU it can be {', '.join(STORED)}")
     if pool.bits_of is not None and (pool.bits_of != "bfloat16" or pool.pages_RKWC.dtype != jnp.uint16):
-        raise UnsupportedCase(
-            f"a pool of {pool.pages_RKWC.dtype} that holds {pool.bits_of}; on CPU uint16 for bfloat16"
-        )
+        raise UnsupportedCase(f"{pool.bits_of} held as {pool.pages_RKWC.dtype}; on CPU it can be bfloat16 as uint16")
     if (pool.scale_RK2W is not None) != (pool.dtype == jnp.int8):
         raise UnsupportedCase(f"a pool of {pool.dtype} with scales" if pool.scale_RK2W is not None else "int8 unscaled")
     if width % WIDTH_STEP or not 0 < width <= MAX_HEAD_DIM:
@@ -96,9 +94,7 @@ def _checked_heads(
         raise UnsupportedCase(f"angles of shape {cos_TH.shape} for {num_tokens} tokens and heads of {width}")
     blocks = meta.num_blocks * meta.block_tokens(num_tokens)
     if meta.num_decode_rows + blocks != num_tokens:
-        raise UnsupportedCase(
-            f"{num_tokens} tokens are not {meta.num_decode_rows} rows and {meta.num_blocks} equal blocks"
-        )
+        raise UnsupportedCase(f"{num_tokens} tokens for {meta.num_decode_rows} rows and {meta.num_blocks} equal blocks")
     if sinks_N is not None and sinks_N.shape != (num_heads,):
         raise UnsupportedCase(f"sinks of shape {sinks_N.shape} for {num_heads} query heads")
     return num_heads

@@ -3,13 +3,13 @@
 // For each block of keys: keys are transposed once (value by value, 64 keys side by side), so that scores and weighted
 // values both are sums of a broadcast times a vector, in the order of values and of keys; kRows x kColumns of them stay
 // in registers. A tile of many rows is near a matrix product's speed, one of few reads memory as fast as it comes.
-#include <cmath>
-
 #include "paged_attention/cpu/attention.h"
 #include "paged_attention/cpu/vector.h"
 
-namespace headrace::attention {
+namespace headrace::HEADRACE_ISA {
 namespace {
+
+using namespace attention;
 
 inline int Least(int a, int b) { return a < b ? a : b; }
 inline int Most(int a, int b) { return a > b ? a : b; }
@@ -37,7 +37,7 @@ inline void StoreValues(const float* x, int count, uint16_t* out, float*) {
 inline void StoreValues(const float* x, int count, int8_t* out, float* scale) {  // kv_quantization.to_pool's numbers
   float largest = 0;
   for (int i = 0; i < count; i++) {
-    const float size = std::fabs(x[i]);
+    const float size = __builtin_fabsf(x[i]);
     largest = size > largest || size != size ? size : largest;  // a NaN stays
   }
   *scale = largest / 127.f;
@@ -45,7 +45,7 @@ inline void StoreValues(const float* x, int count, int8_t* out, float* scale) { 
   for (int i = 0; i < count; i++) {
     float level = x[i] / divisor;
     level = level > 127.f ? 127.f : level >= -127.f ? level : -127.f;
-    out[i] = int8_t(std::nearbyint(level));
+    out[i] = int8_t(__builtin_nearbyintf(level));
   }
 }
 
@@ -54,7 +54,7 @@ void WriteToken(const Step& step, int token, int sequence, int position) {
   const int width = step.head_dim, half = width / 2, offset = position % step.page_tokens;
   const float* x = step.qkv + int64_t(token) * (step.heads + 2 * step.kv_heads) * width + step.heads * width;
   const float *cos = step.cos + int64_t(token) * half, *sin = step.sin + int64_t(token) * half;
-  const int64_t head = step.row_of(sequence, position) * step.kv_heads;
+  const int64_t head = page_row(step, sequence, position) * step.kv_heads;
   float key[kMaxHeadDim];
   for (int kv = 0; kv < step.kv_heads; kv++) {
     T* to = static_cast<T*>(step.pages) + ((head + kv) * step.page_tokens + offset) * 2 * width;
@@ -74,7 +74,7 @@ struct Work {
   const float* value_at[kBlock];
 
   Work(const Step& step, float* p) {
-    const int64_t padded = step.padded(), rows = most_rows(step.head_dim, step.group());
+    const int64_t padded = padded_of(step), rows = most_rows(step);
     auto next = [&p](int64_t count) { float* at = p; p += count; return at; };
     keys = next(kBlock * padded), values = next(kBlock * padded);
     q = next(rows * padded), acc = next(rows * padded), weight = next(rows * kBlock);
@@ -85,23 +85,23 @@ struct Work {
 };
 
 void LoadQueries(const Step& step, const Tile& tile, int kv, Work& work) {
-  const int width = step.head_dim, half = width / 2, group = step.group();
+  const int width = step.head_dim, half = width / 2, group = group_of(step);
   for (int i = 0; i < tile.count; i++) {
     const int64_t token = tile.token + i;
     const float* x = step.qkv + token * (step.heads + 2 * step.kv_heads) * width + kv * group * width;
     for (int g = 0; g < group; g++)
       Rotate(x + g * width, step.cos + token * half, step.sin + token * half, half, step.scale,
-             work.q + (i * group + g) * int64_t(step.padded()));
+             work.q + (i * group + g) * int64_t(padded_of(step)));
   }
 }
 
 void StartState(const Step& step, const Tile& tile, int kv, Work& work) {
-  const int group = step.group(), rows = tile.count * group;
+  const int group = group_of(step), rows = tile.count * group;
   for (int r = 0; r < rows; r++) {
     work.top[r] = step.sinks ? step.sinks[kv * group + r % group] : kLowest;
     work.total[r] = step.sinks ? 1.f : 0.f;
   }
-  std::memset(work.acc, 0, sizeof(float) * rows * step.padded());
+  std::memset(work.acc, 0, sizeof(float) * rows * padded_of(step));
 }
 
 // Factors of the state so far and of the next part, and the folded maxima and sums.
@@ -123,11 +123,11 @@ void FoldFactors(int rows, const float* part_top, const float* part_total, Work&
 }
 
 void Finish(const Step& step, const Tile& tile, int kv, Work& work) {
-  const int width = step.head_dim, group = step.group();
+  const int width = step.head_dim, group = group_of(step);
   for (int r = 0; r < tile.count * group; r++) {
     float* out = step.out + (int64_t(tile.token + r / group) * step.heads + kv * group + r % group) * width;
     const float factor = work.total[r] == 0 ? 0.f : 1.f / work.total[r];
-    const float* from = work.acc + r * int64_t(step.padded());
+    const float* from = work.acc + r * int64_t(padded_of(step));
     for (int i = 0; i < width; i++) out[i] = from[i] * factor;
   }
 }
@@ -160,7 +160,7 @@ inline __attribute__((always_inline)) void ScoreTile(const float* q, int q_strid
 // Scores of R rows with keys [first, last) of the block, and of whatever lies beside them in the same vectors.
 template <int R>
 void Scores(const Step& step, const Work& work, int row, int first, int last) {
-  const int stride = step.padded(), width = step.head_dim;
+  const int stride = padded_of(step), width = step.head_dim;
   const float* q = work.q + row * int64_t(stride);
   float* out = work.weight + row * int64_t(kBlock);
   int key = first / kLanes * kLanes;
@@ -204,7 +204,7 @@ inline __attribute__((always_inline)) void ValueTile(const float* weight, const 
 // Weighted values of R rows: folded into acc, or as they are into out.
 template <int R>
 void Values(const Step& step, const Work& work, int row, int first, int last, float* parts) {
-  const int stride = step.padded();
+  const int stride = padded_of(step);
   const float* weight = work.weight + row * int64_t(kBlock);
   const float *keep = parts ? nullptr : work.keep + row, *take = work.take + row;
   float* out = (parts ? parts : work.acc) + row * int64_t(stride);
@@ -238,7 +238,7 @@ void Softmax(const Step& step, const Work& work, int row, int first, int last) {
     return;
   }
   static const float kIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const Vec unseen = Set1(-INFINITY);
+  const Vec unseen = Set1(-__builtin_inff());
   const bool is_whole = first <= 0 && last >= kBlock;
   Vec score[kBlock / kLanes], top = Set1(kLowest);
   for (int i = 0; i < kBlock / kLanes; i++) {
@@ -264,16 +264,16 @@ void Softmax(const Step& step, const Work& work, int row, int first, int last) {
 // Keys [first, last) of the block, transposed, and where values are; `ahead`: the tokens read after it, or 0.
 template <class T>
 void ReadBlock(const Step& step, const Tile& tile, int kv, int block, int first, int last, Work& work) {
-  const int width = step.head_dim, stride = 2 * width, padded = step.padded();
+  const int width = step.head_dim, stride = 2 * width, padded = padded_of(step);
   const bool in_place = sizeof(T) == 4 && width % kLanes == 0;
-  const int ahead_last = tile.last_key();
+  const int ahead_last = last_key(tile);
   for (int j = first & ~7; j < last; j += 8) {  // eight tokens share a page
     const int token = block * kBlock + j, offset = token % step.page_tokens;
-    const int64_t head = step.row_of(tile.sequence, token) * step.kv_heads + kv;
+    const int64_t head = page_row(step, tile.sequence, token) * step.kv_heads + kv;
     const T* keys = static_cast<const T*>(step.pages) + (head * step.page_tokens + offset) * stride;
     if (token + kBlock < ahead_last) {
       const int next = token + kBlock;
-      const int64_t next_head = step.row_of(tile.sequence, next) * step.kv_heads + kv;
+      const int64_t next_head = page_row(step, tile.sequence, next) * step.kv_heads + kv;
       const char* at = reinterpret_cast<const char*>(
           static_cast<const T*>(step.pages) + (next_head * step.page_tokens + next % step.page_tokens) * stride);
       for (int b = 0; b < 8 * stride * int(sizeof(T)); b += 64) __builtin_prefetch(at + b, 0, 2);
@@ -302,12 +302,12 @@ template <class T>
 void Attend(const Step& step, const Tile& tile, int kv, int block_first, int block_last, const Parts* parts,
             float* scratch) {
   Work work(step, scratch);
-  const int group = step.group(), rows = tile.count * group, tile_first = tile.first_key(step.window);
+  const int group = group_of(step), rows = tile.count * group, tile_first = first_key(step, tile);
   LoadQueries(step, tile, kv, work);
   if (!parts) StartState(step, tile, kv, work);
   for (int block = block_first; block < block_last; block++) {
     const int base = block * kBlock;
-    const int first = Most(0, tile_first - base), last = Least(kBlock, tile.last_key() - base);
+    const int first = Most(0, tile_first - base), last = Least(kBlock, last_key(tile) - base);
     ReadBlock<T>(step, tile, kv, block, first, last, work);
     HEADRACE_EACH_ROW(Scores, rows, step, work, row, first, last);
     for (int r = 0; r < rows; r++) {
@@ -319,7 +319,7 @@ void Attend(const Step& step, const Tile& tile, int kv, int block_first, int blo
       const int64_t at = int64_t(block - parts->first) * rows;
       std::memcpy(parts->top + at, work.part_top, sizeof(float) * rows);
       std::memcpy(parts->total + at, work.part_total, sizeof(float) * rows);
-      out = parts->values + at * step.padded();
+      out = parts->values + at * padded_of(step);
     } else {
       FoldFactors(rows, work.part_top, work.part_total, work);
     }
@@ -330,7 +330,7 @@ void Attend(const Step& step, const Tile& tile, int kv, int block_first, int blo
 
 void Merge(const Step& step, const Tile& tile, int kv, const Parts& parts, float* scratch) {
   Work work(step, scratch);
-  const int rows = tile.count * step.group(), padded = step.padded();
+  const int rows = tile.count * group_of(step), padded = padded_of(step);
   StartState(step, tile, kv, work);
   for (int b = 0; b < parts.count; b++) {
     const int64_t at = int64_t(b) * rows;
@@ -363,9 +363,9 @@ void AttendAny(const Step& step, const Tile& tile, int kv, int first, int last, 
 
 }  // namespace
 
-const Functions& HEADRACE_ISA::functions() {
-  static const Functions all = {WriteAny, AttendAny, Merge};
+const Functions& GetAttentionFunctions() {
+  static constexpr Functions all = {WriteAny, AttendAny, Merge};
   return all;
 }
 
-}  // namespace headrace::attention
+}  // namespace headrace::HEADRACE_ISA

@@ -27,19 +27,11 @@ struct Step {
   float scale, soft_cap;         // soft_cap 0: none
   int window;                    // 0: none
   Stored stored;
-
-  int group() const { return heads / kv_heads; }
-  int padded() const { return (head_dim + 15) & ~15; }  // values between rows of scratch
-  int64_t row_of(int sequence, int position_in_it) const {
-    return first_row + table[int64_t(sequence) * table_pages + position_in_it / page_tokens];
-  }
 };
 
 // Tokens that follow each other in one sequence; token i sees keys below end + i.
 struct Tile {
   int token, count, sequence, end;
-  int first_key(int window) const { return window && end > window ? end - window : 0; }
-  int last_key() const { return end + count - 1; }
 };
 
 // What blocks [first, first + count) of one tile and key head gave, where different threads compute them.
@@ -47,17 +39,6 @@ struct Parts {
   float *top, *total, *values;  // [count, rows] twice, [count, rows, padded]
   int first, count;
 };
-
-// Tile rows (tokens times group) that one call of attend takes.
-inline int most_rows(int head_dim, int group) {
-  const int fits = head_dim <= 128 ? 128 : 64;  // queries, results and one block of keys and values stay in 512 KB
-  return group > fits ? group : fits;
-}
-
-inline int64_t scratch_floats(int head_dim, int group) {
-  const int64_t padded = (head_dim + 15) & ~15, rows = most_rows(head_dim, group);
-  return 2 * kBlock * padded + rows * (2 * padded + kBlock + 6) + 2 * kBlock + 64;
-}
 
 struct Functions {
   // Rotates the token's keys and stores them and its values.
@@ -68,11 +49,38 @@ struct Functions {
   void (*merge)(const Step&, const Tile&, int kv, const Parts&, float* scratch);
 };
 
-#if defined(__x86_64__)
-namespace avx2 { const Functions& functions(); }
-namespace avx512 { const Functions& functions(); }
-#else
-namespace neon { const Functions& functions(); }
-#endif
+// Internal linkage: what is compiled for several instruction sets must not be merged by the linker.
+namespace {
+
+inline int group_of(const Step& step) { return step.heads / step.kv_heads; }
+inline int padded_of(const Step& step) { return (step.head_dim + 15) & ~15; }  // values between rows of scratch
+inline int64_t page_row(const Step& step, int sequence, int position) {
+  return step.first_row + step.table[int64_t(sequence) * step.table_pages + position / step.page_tokens];
+}
+inline int first_key(const Step& step, const Tile& tile) {
+  return step.window && tile.end > step.window ? tile.end - step.window : 0;
+}
+inline int last_key(const Tile& tile) { return tile.end + tile.count - 1; }  // exclusive
+
+// Tile rows (tokens times group) that one call of attend takes.
+inline int most_rows(const Step& step) {
+  const int fits = step.head_dim <= 128 ? 128 : 64;  // queries, results and one block of keys stay in 512 KB
+  return group_of(step) > fits ? group_of(step) : fits;
+}
+
+// Memory of one thread.
+inline int64_t scratch_floats(const Step& step) {
+  const int64_t padded = padded_of(step), rows = most_rows(step);
+  return 2 * kBlock * padded + rows * (2 * padded + kBlock + 6) + 2 * kBlock;
+}
+
+}  // namespace
 
 }  // namespace headrace::attention
+
+#if defined(__x86_64__)
+namespace headrace::avx2 { const attention::Functions& GetAttentionFunctions(); }
+namespace headrace::avx512 { const attention::Functions& GetAttentionFunctions(); }
+#else
+namespace headrace::neon { const attention::Functions& GetAttentionFunctions(); }
+#endif

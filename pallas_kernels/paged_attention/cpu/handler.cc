@@ -51,7 +51,7 @@ ffi::Error Impl(ffi::ThreadPool pool, Floats qkv, Floats cos, Floats sin, ffi::A
     default: return Refused("pages of this type");
   }
   if (step.head_dim % 8 || step.head_dim < 8 || step.head_dim > kMaxHeadDim || step.page_tokens % 8 || !step.kv_heads ||
-      width != int64_t(step.heads) * step.head_dim || step.heads % step.kv_heads || step.group() > kMaxGroup ||
+      width != int64_t(step.heads) * step.head_dim || step.heads % step.kv_heads || group_of(step) > kMaxGroup ||
       qkv.dimensions()[1] != int64_t(step.heads + 2 * step.kv_heads) * step.head_dim ||
       out->dimensions()[0] != tokens || int64_t(cos.element_count()) != tokens * step.head_dim / 2 ||
       int64_t(sin.element_count()) != tokens * step.head_dim / 2 || (step.stored == Stored::kInt8) != !!step.scales ||
@@ -66,7 +66,7 @@ ffi::Error Impl(ffi::ThreadPool pool, Floats qkv, Floats cos, Floats sin, ffi::A
   if (!why.empty()) return Refused(why);
   const int threads = int(pool.num_threads());
 #if defined(__x86_64__)
-  const Functions& functions = simd == 256 ? avx2::functions() : best_functions();
+  const Functions& functions = simd == 256 ? avx2::GetAttentionFunctions() : best_functions();
 #else
   const Functions& functions = best_functions();
   (void)simd;

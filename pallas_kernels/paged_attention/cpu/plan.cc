@@ -15,11 +15,11 @@ constexpr int64_t kMaxPartsFloats = 8 << 20;  // 32 MB; beyond it, contexts are 
 constexpr int64_t kAloneCost = 64;     // rows times blocks: below, waking a thread costs more than it gives
 constexpr int kMaxItems = 30000;       // of one run of the team
 
-int blocks_first(const Step& step, const Tile& tile) { return tile.first_key(step.window) / kBlock; }
-int blocks_last(const Tile& tile) { return (tile.last_key() + kBlock - 1) / kBlock; }
+int blocks_first(const Step& step, const Tile& tile) { return first_key(step, tile) / kBlock; }
+int blocks_last(const Tile& tile) { return (last_key(tile) + kBlock - 1) / kBlock; }
 
 int tile_tokens(const Step& step, int threads) {
-  const int fits = std::max(1, most_rows(step.head_dim, step.group()) / step.group());
+  const int fits = std::max(1, most_rows(step) / group_of(step));
   int64_t tokens = 0;
   for (int j = 0; j < step.blocks; j++) tokens += step.blk_len[j];
   int count = std::min(kMaxTileTokens, fits);
@@ -87,7 +87,7 @@ std::string refusal(const Step& step) {
 Plan planned(const Step& step, int threads) {
   Plan plan;
   plan.tiles = tiles_of(step, threads);
-  const int group = step.group(), kv_heads = step.kv_heads;
+  const int group = group_of(step), kv_heads = step.kv_heads;
   auto cost = [&](const Tile& tile, int blocks) { return int64_t(blocks) * (tile.count * group + kTransposeRows); };
   int64_t total = 0;
   for (const Tile& tile : plan.tiles) total += cost(tile, blocks_last(tile) - blocks_first(step, tile)) * kv_heads;
@@ -103,7 +103,7 @@ Plan planned(const Step& step, int threads) {
       continue;
     }
     const int wanted = int(std::min<int64_t>(last - first, (each + target - 1) / target));
-    const int64_t floats = int64_t(last - first) * rows * (step.padded() + 2);
+    const int64_t floats = int64_t(last - first) * rows * (padded_of(step) + 2);
     const bool is_split = wanted > 1 && plan.parts_floats + floats * kv_heads <= kMaxPartsFloats;
     for (int kv = 0; kv < kv_heads; kv++) {
       if (!is_split) {
@@ -175,14 +175,14 @@ void run(const Step& step, const Functions& functions, int threads,
   float* next = plan.parts_floats ? aligned(parts_memory, plan.parts_floats + 48 * plan.num_splits) : nullptr;
   std::vector<int> rows_of(plan.num_splits);
   for (const Item& item : plan.items)
-    if (item.is_split) rows_of[item.split] = plan.tiles[item.tile].count * step.group();
+    if (item.is_split) rows_of[item.split] = plan.tiles[item.tile].count * group_of(step);
   for (int i = 0; i < plan.num_splits; i++) {
     Parts& parts = plan.splits[i].parts;
     const int64_t sums = int64_t(parts.count) * rows_of[i];
-    parts.values = next, parts.top = next + sums * step.padded(), parts.total = parts.top + sums;
-    next += (sums * (step.padded() + 2) + 15) / 16 * 16;
+    parts.values = next, parts.top = next + sums * padded_of(step), parts.total = parts.top + sums;
+    next += (sums * (padded_of(step) + 2) + 15) / 16 * 16;
   }
-  const int64_t floats = scratch_floats(step.head_dim, step.group());
+  const int64_t floats = scratch_floats(step);
   auto attend = [&](int i) {
     static thread_local std::vector<float> memory;
     float* scratch = aligned(memory, floats);
@@ -206,9 +206,9 @@ const Functions& best_functions() {
   static const bool has_512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                               __builtin_cpu_supports("avx512vnni");
-  return has_512 ? avx512::functions() : avx2::functions();
+  return has_512 ? avx512::GetAttentionFunctions() : avx2::GetAttentionFunctions();
 #else
-  return neon::functions();
+  return neon::GetAttentionFunctions();
 #endif
 }
 
