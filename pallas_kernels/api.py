@@ -154,15 +154,15 @@ def columns(weight: TiledQuant, index_T: jax.Array, *, kernels: Kernels) -> jax.
     return _kernel("quant_matmul", kernels, "columns")(weight, index_T, kernels)
 
 
-def quant_matmul(x_MK: jax.Array, weight: GroupQuant, *, kernels: Kernels) -> jax.Array:
+def quant_matmul(x_MK: jax.Array, weight: GroupQuant | TiledQuant, *, kernels: Kernels) -> jax.Array:
     """x @ (scale * values + offset), accumulated in float32, without a dequantized weight in memory.
 
     Args:
-      x_MK: float32 or bfloat16. weight: [K, N].
+      x_MK: float32 or bfloat16. weight: [K, N]; TiledQuant on CPU, and there only.
     Returns: float32 [M, N].
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=2)
+    _check_weight(x_MK, weight, 2, kernels)
     return _kernel("quant_matmul", kernels)(x_MK, weight, kernels)
 
 
@@ -187,7 +187,7 @@ def grouped_matmul(
     Returns: float32 [M, N]; zeros in rows of experts elsewhere, and behind the last group.
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=3 if layer is None else 4)
+    _check_weight(x_MK, weight, 3 if layer is None else 4, kernels)
     return _kernel("grouped_matmul", kernels)(x_MK, weight, group_sizes_G, group_offset, kernels, layer)
 
 
@@ -238,9 +238,11 @@ def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:
             raise UnsupportedCase(f"{name} of {dtype} {'without scales' if scale is None else 'with scales'}")
 
 
-def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant, rank: int) -> None:
+def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant | TiledQuant, rank: int, kernels: Kernels) -> None:
+    if isinstance(weight, TiledQuant) and kernels.implementation is not Implementation.CPU:
+        raise UnsupportedCase(f"tiles are for CPU kernels; {kernels.implementation} reads a GroupQuant")
     values = weight.values_KN if isinstance(weight, GroupQuant) else weight
-    if values.ndim != rank or values.shape[-2] != x_MK.shape[1]:
+    if len(values.shape) != rank or values.shape[-2] != x_MK.shape[1]:
         raise UnsupportedCase(f"a weight of shape {values.shape} does not fit inputs of shape {x_MK.shape}")
     if isinstance(weight, GroupQuant):
         shape, scales = values.shape, weight.scale_GN.shape

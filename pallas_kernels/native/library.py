@@ -9,7 +9,12 @@ import jax
 from headrace.pallas_kernels.native.build import built
 
 PLATFORM = "cpu"
-TARGETS: tuple[str, ...] = ("HeadraceRotaryAttention",)
+TARGETS: tuple[str, ...] = (
+    "HeadraceRotaryAttention",
+    "headrace_best_column",
+    "headrace_columns",
+    "headrace_fused_matmul",
+)
 """Symbols of FFI handlers; each is registered under its own name."""
 
 
