@@ -129,7 +129,9 @@ def fused_matmul(
     Returns: float32 [M, sum of N]. What a row gives does not depend on M or on the other rows, bit for bit.
     Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
     """
-    return _kernel("quant_matmul", kernels, "fused_matmul")(x_MK, weights, norm, is_gated, residual_MN, layer, kernels)
+    return _kernel("quant_matmul", kernels, "fused_matmul")(
+        x_MK, weights, norm, is_gated, residual_MN, layer, kernels
+    )
 
 
 def best_column(

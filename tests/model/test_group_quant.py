@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from headrace.model.init import init_weights
 from headrace.model.group_quant import quantized
+from headrace.model.init import init_weights
 from headrace.model.load import load_model
 from headrace.model.specs import ParamSpec, WeightScheme, param_specs, weight_bytes
 from headrace.pallas_kernels.quant_matmul.cases import dequantized, random_weight
