@@ -1,0 +1,231 @@
+// Sums of integer products of one group, on the vectors of one instruction set.
+//
+// Lanes: Floats, a vector of kWidth columns, its operations, and Group<kBits, kGroup, kInt16, kVectors>: the values of
+// kVectors vectors of columns in one group, whose Sums are the int32 sums with kRows records, as floats.
+#pragma once
+// GCC 12 takes _mm512_undefined_epi32 of its own header for a mistake.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "quant_matmul/cpu/integer_kernels.h"
+
+// Pins a value in a register at this point. GCC 12 otherwise hoists products of a group before the first addition
+// and spills them: half the rate.
+#if defined(HEADRACE_ISA_AVX512)
+#define HEADRACE_KEEP(value) asm volatile("" : "+v"(value))
+#else
+#define HEADRACE_KEEP(value) asm volatile("" : "+x"(value))
+#endif
+#define HEADRACE_INLINE inline __attribute__((always_inline))
+
+namespace headrace::quant::HEADRACE_ISA {
+
+template <class T>
+HEADRACE_INLINE T At(const uint8_t* bytes) {
+  T value;
+  std::memcpy(&value, bytes, sizeof value);
+  return value;
+}
+
+#if defined(HEADRACE_ISA_AVX512)
+
+struct Lanes {
+  using Floats = __m512;
+  static constexpr int kWidth = 16;    // columns of a vector
+  static constexpr int kVectors = 2;   // vectors that share the loads of activations: 16 of the 32 registers
+  // Rows side by side: 2 chains of sums each in int8. int16 has twice the chains and is faster by one row (4 to 8 %).
+  static constexpr int Rows(bool int16) { return int16 ? 1 : 2; }
+
+  static HEADRACE_INLINE Floats Zero() { return _mm512_setzero_ps(); }
+  static HEADRACE_INLINE Floats Load(const float* x) { return _mm512_loadu_ps(x); }
+  static HEADRACE_INLINE void Store(float* x, Floats value) { _mm512_storeu_ps(x, value); }
+  static HEADRACE_INLINE Floats All(const uint8_t* x) { return _mm512_set1_ps(At<float>(x)); }
+  static HEADRACE_INLINE Floats Times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static HEADRACE_INLINE Floats Fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  static HEADRACE_INLINE Floats Factors(const uint8_t* bytes, bool float32) {
+    if (float32) return _mm512_loadu_ps(bytes);
+    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));
+  }
+
+  // All values of the group unpacked in registers: one vpdpbusd for 4 values of 16 columns and a row. int16 is two
+  // int8 halves, x = 256 high + low, on the same registers.
+  template <int kBits, int kGroup, bool kInt16, int kVectors>
+  struct Group {
+    static constexpr int kSteps = kGroup / 4, kRecord = RecordSize(kGroup, kInt16), kBytes = (kInt16 ? 2 : 1) * kGroup;
+    __m512i values[kVectors][kSteps];
+
+    // blocks: of kVectors tiles, tile_bytes apart.
+    HEADRACE_INLINE Group(const uint8_t* blocks, ptrdiff_t tile_bytes, int) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kVectors; i++) {
+        const uint8_t* block = blocks + i * tile_bytes;
+#pragma GCC unroll 8
+        for (int step = 0; step < kSteps; step++) {
+          if (kBits == 8) {
+            values[i][step] = _mm512_loadu_si512(block + 64 * step);
+          } else {
+            const __m512i both = _mm512_loadu_si512(block + 64 * (step % (kSteps / 2)));
+            const __m512i half = step < kSteps / 2 ? both : _mm512_srli_epi16(both, 4);
+            values[i][step] = _mm512_and_si512(half, _mm512_set1_epi8(15));
+          }
+          HEADRACE_KEEP(values[i][step]);
+        }
+      }
+    }
+
+    template <int kRows>
+    HEADRACE_INLINE void Sums(const uint8_t* x, Floats (&sums)[kRows][kVectors]) const {
+      __m512i low[kRows][kVectors], high[kRows][kVectors];
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kVectors; i++) {
+          low[r][i] = _mm512_set1_epi32(At<int32_t>(x + r * kRecord + kBytes + 8));
+          high[r][i] = _mm512_setzero_si512();
+        }
+#pragma GCC unroll 8
+      for (int step = 0; step < kSteps; step++)
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; r++) {
+          const uint8_t* four = x + r * kRecord + 4 * step;
+          const __m512i x0 = _mm512_set1_epi32(At<int32_t>(four));
+#pragma GCC unroll 2
+          for (int i = 0; i < kVectors; i++) {
+            low[r][i] = _mm512_dpbusd_epi32(low[r][i], values[i][step], x0);
+            HEADRACE_KEEP(low[r][i]);
+          }
+          if (!kInt16) continue;
+          const __m512i x1 = _mm512_set1_epi32(At<int32_t>(four + kGroup));
+#pragma GCC unroll 2
+          for (int i = 0; i < kVectors; i++) {
+            high[r][i] = _mm512_dpbusd_epi32(high[r][i], values[i][step], x1);
+            HEADRACE_KEEP(high[r][i]);
+          }
+        }
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kVectors; i++)
+          sums[r][i] = _mm512_cvtepi32_ps(
+              kInt16 ? _mm512_add_epi32(low[r][i], _mm512_slli_epi32(high[r][i], 8)) : low[r][i]);
+    }
+  };
+};
+
+#elif defined(HEADRACE_ISA_AVX2)
+
+struct Lanes {
+  using Floats = __m256;
+  static constexpr int kWidth = 8;
+  static constexpr int kVectors = 1;
+  // 4 rows: their sums, the values at hand and the products fill 12 to 14 of the 16 registers.
+  static constexpr int Rows(bool) { return 4; }
+
+  static HEADRACE_INLINE Floats Zero() { return _mm256_setzero_ps(); }
+  static HEADRACE_INLINE Floats Load(const float* x) { return _mm256_loadu_ps(x); }
+  static HEADRACE_INLINE void Store(float* x, Floats value) { _mm256_storeu_ps(x, value); }
+  static HEADRACE_INLINE Floats All(const uint8_t* x) { return _mm256_set1_ps(At<float>(x)); }
+  static HEADRACE_INLINE Floats Times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static HEADRACE_INLINE Floats Fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static HEADRACE_INLINE Floats Factors(const uint8_t* bytes, bool float32) {
+    if (float32) return _mm256_loadu_ps(reinterpret_cast<const float*>(bytes));
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static HEADRACE_INLINE __m256i Four(const uint8_t* x) { return _mm256_set1_epi32(At<int32_t>(x)); }
+
+  // Values are unpacked as they are read, once for every 4 rows.
+  template <int kBits, int kGroup, bool kInt16, int kVectors>
+  struct Group {
+    static constexpr int kRecord = RecordSize(kGroup, kInt16), kBytes = (kInt16 ? 2 : 1) * kGroup;
+    const uint8_t* block;
+
+    // part: which half of the columns, 32 of each 64 bytes.
+    HEADRACE_INLINE Group(const uint8_t* blocks, ptrdiff_t, int part) : block(blocks + 32 * part) {}
+
+    template <int kRows>
+    HEADRACE_INLINE void Sums(const uint8_t* x, Floats (&sums)[kRows][1]) const {
+      if (kInt16) {
+        SumsInt16<kRows>(x, sums);
+      } else {
+        SumsInt8<kRows>(x, sums);
+      }
+    }
+
+    // Halves of values are 0..15: 8 sums of two products are 8 * 2 * 15 * 127 = 30480 at most, one int16 for a group.
+    // 8 bits are two such halves.
+    template <int kRows>
+    HEADRACE_INLINE void SumsInt8(const uint8_t* x, Floats (&sums)[kRows][1]) const {
+      constexpr int kHalf = kBits == 4 ? kGroup / 2 : 0;  // in which record bytes the high halves are multiplied
+      const __m256i mask = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
+      __m256i low[kRows], high[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) low[r] = high[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+      for (int v = 0; v < kGroup * kBits / 32; v++) {
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 64 * v));
+        const __m256i w0 = _mm256_and_si256(both, mask), w1 = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++) {
+          const uint8_t* four = x + r * kRecord + 4 * v;
+          low[r] = _mm256_add_epi16(low[r], _mm256_maddubs_epi16(w0, Four(four)));
+          HEADRACE_KEEP(low[r]);
+          __m256i& sum = kBits == 4 ? low[r] : high[r];
+          sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w1, Four(four + kHalf)));
+          HEADRACE_KEEP(sum);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) {
+        __m256i sum = _mm256_madd_epi16(low[r], one);
+        if (kBits == 8) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high[r], _mm256_set1_epi16(16)));
+        sums[r][0] = _mm256_cvtepi32_ps(_mm256_add_epi32(sum, Four(x + r * kRecord + kBytes + 8)));
+      }
+    }
+
+    // A lane holds bytes b0 b1 b2 b3; b0 b2 and b1 b3 are widened in place, so activations lie in the order 0 2 1 3.
+    template <int kRows>
+    HEADRACE_INLINE void SumsInt16(const uint8_t* x, Floats (&sums)[kRows][1]) const {
+      __m256i sum[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) sum[r] = Four(x + r * kRecord + kBytes + 8);
+#pragma GCC unroll 8
+      for (int v = 0; v < kGroup * kBits / 32; v++) {
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 64 * v));
+        constexpr int kParts = kBits == 4 ? 4 : 2;
+        __m256i w[kParts];
+        if (kBits == 4) {
+          const __m256i mask = _mm256_set1_epi16(15);
+          w[0] = _mm256_and_si256(both, mask);
+          w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 8), mask);
+          w[kParts - 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+          w[kParts - 1] = _mm256_srli_epi16(both, 12);
+        } else {
+          w[0] = _mm256_and_si256(both, _mm256_set1_epi16(255));
+          w[1] = _mm256_srli_epi16(both, 8);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++) {
+          const uint8_t* pairs = x + r * kRecord + 8 * v;
+#pragma GCC unroll 4
+          for (int part = 0; part < kParts; part++) {
+            const __m256i two = Four(pairs + 4 * (part & 1) + (part < 2 ? 0 : kGroup));
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(w[part], two));
+            HEADRACE_KEEP(sum[r]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) sums[r][0] = _mm256_cvtepi32_ps(sum[r]);
+    }
+  };
+};
+
+#else
+#error "no integer kernels for this instruction set"
+#endif
+
+}  // namespace headrace::quant::HEADRACE_ISA
