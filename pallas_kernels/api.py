@@ -121,7 +121,7 @@ def fused_matmul(
     """What lies between two attentions, in few passes: one input times weights side by side. CPU only.
 
     Args:
-      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, silu(gate) * value being the input.
+      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, the input silu(gate) * value.
       weights: [K, N] each, of any forms; their results come side by side in this order.
       norm: of the input, before the product; not together with is_gated.
       residual_MN: added to the result.
@@ -129,9 +129,7 @@ def fused_matmul(
     Returns: float32 [M, sum of N]. What a row gives does not depend on M or on the other rows, bit for bit.
     Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
     """
-    return _kernel("quant_matmul", kernels, "fused_matmul")(
-        x_MK, weights, norm, is_gated, residual_MN, layer, kernels
-    )
+    return _kernel("quant_matmul", kernels, "fused_matmul")(x_MK, weights, norm, is_gated, residual_MN, layer, kernels)
 
 
 def best_column(
@@ -149,7 +147,7 @@ def best_column(
 def columns(weight: TiledQuant, index_T: jax.Array, *, kernels: Kernels) -> jax.Array:
     """float32 [T, K]: some columns of a weight, dequantized; a tied head's are the embedding. CPU only.
 
-    index_T: i32, in range (nothing is checked here).
+    index_T: i32, in range: the program fails where one is not.
     """
     return _kernel("quant_matmul", kernels, "columns")(weight, index_T, kernels)
 

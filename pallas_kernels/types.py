@@ -155,8 +155,10 @@ class TokenKV:
 class GroupQuant:
     """A weight [K, N] (or [..., K, N]) of small integers: scale * value + offset, one scale per group of K and column.
 
-    values_KN: int8 or int4. scale_GN, offset_GN: bfloat16 or float32, G groups of as many rows; offset None =
-      symmetric. One group is one scale per output channel; cut along K over a mesh, each device has all of them.
+    In float32 the product is rounded, and then the sum.
+
+    values_KN: int8, int4 or uint4. scale_GN, offset_GN: float16, bfloat16 or float32, G groups of as many rows; offset
+      None = symmetric. One group is one scale per output channel; cut along K over a mesh, each device has all of them.
     stands_for: name of the float type of the weight: what a product reads beside it is in that type.
     """
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from headrace.model.config import ModelConfig
+from headrace.model.quant_form import QuantForm
 from headrace.model.specs import WeightScheme
 from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
 from headrace.pallas_kernels.types import Activations, Implementation, Kernels, UnsupportedCase
@@ -67,7 +68,9 @@ class Wishes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """device: None = JAX's default; of a mesh, its first. mesh: None = one device. dtype: of weights, and of what
-    products read. weights: how the matrices of products lie in memory. kv_dtype: of pages.
+    products read. weights: how the matrices of products lie in memory. forms: of the native scheme, weights that stay
+    quantized as their files have them, by name (``forms.with_forms`` finds them; without, all are floats). kv_dtype: of
+    pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU and XLA:GPU copy the
     slices of stacked weights (on an H100 three times the traffic of a decode step), so layers are unrolled there; 32 of
@@ -80,6 +83,7 @@ class Backend:
     kernels: Kernels = field(default_factory=Kernels)
     dtype: np.dtype = np.dtype(np.float32)
     weights: WeightScheme = WeightScheme.NATIVE
+    forms: Mapping[str, QuantForm] = field(default_factory=dict, hash=False)
     kv_dtype: np.dtype = np.dtype(np.float32)
     scan_layers: bool = False
     kv_as_bits: bool = False

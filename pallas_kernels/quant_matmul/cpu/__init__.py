@@ -41,9 +41,7 @@ def fused_matmul(
         _check(x_MK, weight, is_gated, lead=0 if layer is None else 1)
     shape = (x_MK.shape[0], sum(weight.num_columns for weight in weights))
     if residual_MN is not None and (residual_MN.shape != shape or residual_MN.dtype != jnp.float32):
-        raise UnsupportedCase(
-            f"a residual of {residual_MN.dtype} {residual_MN.shape} for a result of float32 {shape}"
-        )
+        raise UnsupportedCase(f"a residual of {residual_MN.dtype} {residual_MN.shape} for a result of float32 {shape}")
     none = jnp.zeros((0,), jnp.float32)
     library.load()
     call = jax.ffi.ffi_call("headrace_fused_matmul", jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -70,7 +68,8 @@ def best_column(
     rows = x_MK.shape[:1]
     library.load()
     call = jax.ffi.ffi_call(
-        "headrace_best_column", tuple(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
+        "headrace_best_column",
+        tuple(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)),
     )
     return tuple(
         call(
@@ -97,9 +96,7 @@ def columns(weight: TiledQuant, index_T: jax.Array, kernels: Kernels) -> jax.Arr
 
 def _form(weight: TiledQuant) -> np.ndarray:
     is_wide = weight.scale_dtype == "float32"
-    return np.array(
-        [weight.num_columns, weight.bits, weight.group, weight.zero, weight.is_affine, is_wide], np.int64
-    )
+    return np.array([weight.num_columns, weight.bits, weight.group, weight.zero, weight.is_affine, is_wide], np.int64)
 
 
 def _check(x_MK: jax.Array, weight: TiledQuant, is_gated: bool, lead: int) -> None:
@@ -113,4 +110,6 @@ def _check(x_MK: jax.Array, weight: TiledQuant, is_gated: bool, lead: int) -> No
 
 def _check_blocks(weight: TiledQuant, lead: int) -> None:
     if weight.blocks_NGU.ndim != 3 + lead:
-        raise UnsupportedCase(f"a weight of shape {weight.shape}, where {'one layer' if not lead else 'a stack'} is meant")
+        raise UnsupportedCase(
+            f"a weight of shape {weight.shape}, where {'one layer' if not lead else 'a stack'} is meant"
+        )

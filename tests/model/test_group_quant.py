@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from headrace.model.group_quant import quantized
 from headrace.model.init import init_weights
-from headrace.model.int8_weights import quantize_channels
 from headrace.model.load import load_model
 from headrace.model.specs import ParamSpec, WeightScheme, param_specs, weight_bytes
 from headrace.pallas_kernels.quant_matmul.cases import dequantized, random_weight
@@ -26,11 +26,16 @@ def a_spec(field: str = "gate_EDF") -> ParamSpec:
     return getattr(param_specs(MIXTRAL_TINY, ml_dtypes.bfloat16, INT8).layers[0], field)
 
 
+def by_channel(spec: ParamSpec, values: np.ndarray) -> GroupQuant:
+    assert spec.form is not None
+    return quantized(values, spec.form, spec.dtype)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_the_host_rounds_as_the_device_does(dtype: type) -> None:
     w = random_weight(np.random.default_rng(1), (3, 96, 40)).astype(dtype)
     w[1, :, 7] = 0
-    ours = quantize_channels(a_spec(), w)
+    ours = by_channel(a_spec(), w)
     theirs = quantize_groups(jnp.asarray(w), 8, 96, scale_dtype=jnp.dtype(jnp.float32))
     assert (ours.values_KN.dtype, ours.scale_GN.dtype, ours.dtype) == (np.int8, np.float32, jnp.bfloat16)
     for x, y in ((ours.values_KN, theirs.values_KN), (ours.scale_GN, theirs.scale_GN)):
@@ -40,7 +45,7 @@ def test_the_host_rounds_as_the_device_does(dtype: type) -> None:
 
 def test_the_error_is_at_most_half_a_step() -> None:
     w = random_weight(np.random.default_rng(2), (64, 32))
-    quant = quantize_channels(a_spec("q_DX"), w)
+    quant = by_channel(a_spec("q_DX"), w)
     step = np.abs(w).max(axis=0) / 127
     assert (np.abs(dequantized(quant) - w) <= step * (0.5 + 1e-5)).all()
     assert np.abs(quant.values_KN).max(axis=0).tolist() == [127] * 32
@@ -72,6 +77,6 @@ def test_loading_quantizes_what_the_file_holds(tmp_path: Path) -> None:
     expected = init_weights(UNTIED, 1, ml_dtypes.bfloat16, INT8)
     for x, y in zip(jax.tree.leaves(model.weights), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype and np.asarray(x).tobytes() == y.tobytes()
-    rounded = quantize_channels(a_spec("q_DX"), weights.layers[1].q_DX.astype(ml_dtypes.bfloat16))
+    rounded = by_channel(a_spec("q_DX"), weights.layers[1].q_DX.astype(ml_dtypes.bfloat16))
     assert not np.array_equal(rounded.scale_GN, q_DX.scale_GN)
     assert model.model_hash == load_model(folder).model_hash
