@@ -7,7 +7,7 @@ pages) is known in the engine process alone, which reports it when it is ready.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -139,7 +139,7 @@ class ResolvedEngine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run; why: these, for
-    people. activations: see ``Ready``. dtype: of weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
+    people. activations, scheme, scheme_lines: see ``Ready``. dtype: of weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
     ``Ready``. numerics: of device and libraries; ``numerics_of`` adds the shapes of programs."""
 
     runner: Runner
@@ -153,6 +153,8 @@ class BuiltEngine:
     weights: str = "native"
     activations: str = "exact"
     why: str = ""
+    scheme: Mapping[str, Any] = field(default_factory=dict)
+    scheme_lines: tuple[str, ...] = ()
     family: str = ""
     architecture: str = ""
     stored_types: Mapping[str, int] = field(default_factory=dict)

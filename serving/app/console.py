@@ -120,6 +120,7 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         ("device", _topology_text(ready)),
         ("kernels", _kernels_text(ready)),
         ("types", f"{_weights_text(ready)}, KV {ready.kv_dtype}"),
+        *((("weights", "\n".join(ready.scheme_lines)),) if ready.scheme_lines else ()),
         *_memory_rows(model, ready),
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -181,7 +182,7 @@ def _model_text(name: str, path: str, model: ModelConfig) -> str:
 def _weights_text(ready: Ready) -> str:
     if ready.weights == "native":
         return f"weights and products {ready.dtype}"
-    return f"weights of products {ready.weights}, one float32 factor per output channel; products {ready.dtype}"
+    return f"weights of products {ready.weights}; products {ready.dtype}"
 
 
 def _wishes_text(engine: EngineOptions) -> str:

@@ -197,6 +197,8 @@ def ready_message(
         attention=built.attention,
         activations=built.activations,
         why=built.why,
+        scheme=dict(built.scheme),
+        scheme_lines=built.scheme_lines,
         dtype=built.dtype,
         weights=built.weights,
         kv_dtype=built.resolved.kv.dtype,

@@ -15,7 +15,9 @@ from headrace.serving.app.build import (
     mesh_shape,
     resolve,
 )
+from headrace.model.specs import WeightScheme
 from headrace.pallas_kernels.native.library import load
+from headrace.pallas_kernels.types import Activations
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import Loaded
 from headrace.serving.engine.ports import Hosts, Progress
@@ -30,6 +32,7 @@ from headrace.serving.runner.backend import (
 )
 from headrace.serving.runner.compile_cache import use_compile_cache
 from headrace.serving.runner.distributed import connect, devices_of_hosts, is_here
+from headrace.serving.runner.forms import with_forms
 from headrace.serving.runner.load import PlacedModel, load_placed
 from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.numerics import numerics_of
@@ -63,6 +66,7 @@ def build_jax_engine(
     )
     backend = choose_backend(device, wishes, mesh, model=config, load=partial(_load_kernels, progress))
     resolved = resolve(options, _config_on(config, shape), backend.kv_format)
+    backend = _checked(with_forms(backend, options.model), options)
     use_compile_cache(options.compile_cache)
     if _needs_limit(options, device):
         progress("measuring the largest program", 0, 1)
@@ -82,8 +86,10 @@ def build_jax_engine(
         topology=topology_of(devices),
         mesh=str(shape),
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
-        activations=kernels.activations.value,
+        activations=kernels.activations.value if has_quantized(backend) else Activations.EXACT.value,
         why=backend.why,
+        scheme={} if model.scheme is None else model.scheme.as_json(),
+        scheme_lines=() if model.scheme is None else model.scheme.lines(),
         dtype=backend.dtype.name,
         weights=backend.weights.value,
         family=model.config.family,
@@ -91,6 +97,21 @@ def build_jax_engine(
         stored_types=model.stored_types,
         numerics=numerics_of(device) | ({"kernels": f"cpu:{backend.isa}"} if backend.isa else {}),
     )
+
+
+def has_quantized(backend: Backend) -> bool:
+    """Whether products read quantized weights."""
+    return bool(backend.forms) or backend.weights in (WeightScheme.INT8, WeightScheme.INT4)
+
+
+def _checked(backend: Backend, options: EngineOptions) -> Backend:
+    """Raises: ConfigError for --activations without a weight that it is about."""
+    if options.activations not in ("auto", Activations.EXACT.value) and not has_quantized(backend):
+        raise ConfigError(
+            f"--activations {options.activations} is about products with quantized weights, and this model's are not; "
+            "take --activations auto or exact, or --weights int8 or int4"
+        )
+    return backend
 
 
 def _load_kernels(progress: Progress) -> str:
