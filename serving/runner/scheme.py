@@ -97,7 +97,7 @@ def scheme_of(types: Mapping[str, str], cfg: ModelConfig, backend: Backend, why:
 def _served(spec: ParamSpec, backend: Backend) -> QuantForm | str:
     if spec.form is None:
         return spec.dtype.name
-    return tile_form(spec.form, spec.matrix_shape[-2]) if is_tiled(spec, backend.kernels) else spec.form
+    return tile_form(spec.form) if is_tiled(spec, backend.kernels) else spec.form
 
 
 _FLOATS = {"F32": 24, "F16": 11, "BF16": 8, "float32": 24, "float16": 11, "bfloat16": 8}

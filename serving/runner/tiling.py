@@ -1,19 +1,19 @@
 """Quantized matrices in tiles for CPU kernels: which have them, of what shapes, and made from a ``GroupQuant``."""
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import numpy as np
 
-from headrace.model.group_quant import widened
 from headrace.model.quant_form import QuantForm
 from headrace.model.specs import ParamSpec
+from headrace.pallas_kernels.quant_matmul.cpu import tiles
+from headrace.pallas_kernels.quant_matmul.cpu.tiles import GROUPS, TILE
 from headrace.pallas_kernels.types import GroupQuant, Implementation, Kernels, TiledQuant, UnsupportedCase
 
-TILE = 16
-"""Columns of a tile."""
-GROUPS = (32, 16)
-"""Values along the contraction that a block can have."""
+ZEROS = MappingProxyType({"int4": 8, "uint4": 0, "int8": 128})
+"""What is added to values of each type, so that they are stored unsigned."""
 
 
 def is_tiled(spec: ParamSpec, kernels: Kernels) -> bool:
@@ -21,41 +21,30 @@ def is_tiled(spec: ParamSpec, kernels: Kernels) -> bool:
     return kernels.implementation is Implementation.CPU and spec.form is not None and spec.num_experts is None
 
 
-def tile_form(form: QuantForm, contraction: int) -> QuantForm:
-    """Of the very same weight with groups that blocks can have: one scale per output channel is repeated.
-
-    Raises: UnsupportedCase.
-    """
-    group = next((size for size in GROUPS if contraction % size == 0), None) if form.group is None else form.group
-    if group not in GROUPS:
-        raise UnsupportedCase(
-            f"groups of {group or contraction} of {contraction} inputs; tiles have groups of 16 or 32 that divide them"
-        )
-    return replace(form, group=group)
+def tile_form(form: QuantForm) -> QuantForm:
+    """Of the very same weight in tiles, where one scale per output channel is repeated for each block."""
+    return replace(form, group=GROUPS[0]) if form.group is None else form
 
 
 def tiled_shape(spec: ParamSpec) -> TiledQuant:
-    """Shapes and static fields of what ``tiled`` makes, in uint8.
+    """Shapes and static fields of what ``tiled`` makes.
 
     Raises: UnsupportedCase naming the weight.
     """
     assert spec.form is not None
-    contraction, columns = spec.matrix_shape
-    try:
-        form = tile_form(spec.form, contraction)
-    except UnsupportedCase as error:
-        raise UnsupportedCase(f"{spec.name}: {error.why}") from error
-    assert form.group is not None
+    form, (contraction, columns) = tile_form(spec.form), spec.matrix_shape
+    if form.group is None or form.group not in GROUPS:
+        raise UnsupportedCase(f"{spec.name}: groups of {form.group}; tiles have groups of 16 or 32")
     factor_bytes = TILE * form.scale_dtype.itemsize * (1 + form.is_affine)
     block_bytes = form.group * TILE * form.bits // 8 + factor_bytes
-    shape = (-(-columns // TILE), contraction // form.group, block_bytes)
     return TiledQuant(
-        jax.ShapeDtypeStruct(shape, np.dtype(np.uint8)),
+        jax.ShapeDtypeStruct((-(-columns // TILE), -(-contraction // form.group), block_bytes), np.dtype(np.uint8)),
         num_rows=contraction,
         num_columns=columns,
         bits=form.bits,
         group=form.group,
         tile=TILE,
+        zero=ZEROS[form.values],
         is_affine=form.is_affine,
         scale_dtype=form.scale,
         stands_for=spec.dtype.name,
@@ -64,10 +53,5 @@ def tiled_shape(spec: ParamSpec) -> TiledQuant:
 
 def tiled(weight: GroupQuant, spec: ParamSpec) -> TiledQuant:
     """weight: of spec.form."""
-    from headrace.pallas_kernels.quant_matmul.cpu import tiles
-
     assert spec.form is not None
-    form = tile_form(spec.form, spec.matrix_shape[-2])
-    wide = widened(weight, form)
-    made = tiles.tiled(wide.replace(values_KN=np.asarray(wide.values_KN).astype(np.int8)), bits=form.bits)
-    return made
+    return tiles.tiled(weight, bits=spec.form.bits, scale_dtype=spec.form.scale)

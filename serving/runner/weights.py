@@ -28,7 +28,8 @@ LANES = 128
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
     """Shapes, types and places of the weights as ``placing`` leaves them: see stacks. cfg: on the backend's mesh.
 
-    Raises: MeshError naming a tensor that does not divide; UnsupportedCase naming one that CPU kernels have no tiles for.
+    Raises: MeshError naming a tensor that does not divide; UnsupportedCase naming one that CPU kernels have no tiles
+    for.
     """
     specs, cuts = backend_specs(cfg, backend), partitions(cfg, backend.mesh_shape)
     stage = "stage" if backend.mesh_shape.stage > 1 else None

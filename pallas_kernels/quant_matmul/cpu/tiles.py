@@ -15,16 +15,17 @@ GROUPS = (32, 16)
 """Values along K of a block; longer groups repeat their scale."""
 
 
-def tiled(weight: GroupQuant, *, bits: int | None = None) -> TiledQuant:
+def tiled(weight: GroupQuant, *, bits: int | None = None, scale_dtype: str | None = None) -> TiledQuant:
     """The same weight [K, N] or [L, K, N] in tiles.
 
-    4 bits hold int4 values, and int8 values that are all in -8..7, or in 0..15 where there are offsets; 8 bits hold
-    all. Factors are float16 where that is exact for all of them, else float32.
+    4 bits hold int4 and uint4 values, and int8 values that are all in -8..7, or in 0..15 where there are offsets; 8
+    bits hold all.
 
     Args:
-      bits: 4 or 8; None is the fewest that hold the values.
-    Raises: UnsupportedCase: groups that are neither multiples of 16 nor whole columns, factors that are not finite, or
-      values that do not fit the bits.
+      bits: 4 or 8; None is the fewest that hold the values. scale_dtype: of factors, float16 or float32; None is
+        float16 where that is exact for all of them, else float32.
+    Raises: UnsupportedCase: groups that are neither multiples of 16 nor whole columns, factors that are not finite or
+      not exact in their type, or values that do not fit the bits.
     """
     values = np.asarray(weight.values_KN)
     if values.ndim not in (2, 3) or not values.size:
@@ -32,7 +33,10 @@ def tiled(weight: GroupQuant, *, bits: int | None = None) -> TiledQuant:
     group = _block_group(values.shape[-2], weight.scale_GN.shape[-2])
     bits, zero = _level(values, weight.offset_GN is not None, bits)
     factors = [_factors(name, f, values.shape[-2], group) for name, f in _named_factors(weight)]
-    scale_dtype = "float16" if all(map(_fits_float16, factors)) else "float32"
+    fits_float16 = scale_dtype != "float32" and all(map(_fits_float16, factors))
+    if scale_dtype == "float16" and not fits_float16:
+        raise UnsupportedCase("factors that float16 does not hold exactly")
+    scale_dtype = "float16" if fits_float16 else "float32"
     layers = values.reshape(-1, *values.shape[-2:])
     stacked = [factor.reshape(len(layers), -1, factor.shape[-1]) for factor in factors]
     first = _blocks(layers[0], [f[0] for f in stacked], bits, zero, group, scale_dtype)
@@ -104,8 +108,10 @@ def _level(values: np.ndarray, is_affine: bool, bits: int | None) -> tuple[int, 
         return 8, 128
     if values.dtype == np.dtype(jax.numpy.int4):
         return 4, 8
+    if values.dtype == np.dtype(jax.numpy.uint4):
+        return 4, 0
     if values.dtype != np.int8:
-        raise UnsupportedCase(f"values of {values.dtype}; tiles hold int4 and int8")
+        raise UnsupportedCase(f"values of {values.dtype}; tiles hold int4, uint4 and int8")
     low, high = int(values.min()), int(values.max())
     if is_affine and low >= 0 and high <= 15:
         return 4, 0
