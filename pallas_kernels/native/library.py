@@ -14,12 +14,12 @@ from headrace.pallas_kernels.native.compiler import BuildError
 
 PLATFORM = "cpu"
 TARGETS: tuple[str, ...] = (
+    "HeadraceBestColumn",
+    "HeadraceColumns",
+    "HeadraceFusedMatmul",
     "HeadraceNop",
     "HeadraceRotaryAttention",
     "HeadraceStream",
-    "headrace_best_column",
-    "headrace_columns",
-    "headrace_fused_matmul",
 )
 """Symbols of FFI handlers; each is registered under its own name."""
 

@@ -15,7 +15,15 @@ from headrace.pallas_kernels.native import build, instruction_sets
 from headrace.pallas_kernels.native.compiler import BuildError, Compiler, find_compiler
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ("-O1", "-g", "-std=c++17", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-ffp-contract=off", "-pthread")
+FLAGS = (
+    "-O1",
+    "-g",
+    "-std=c++17",
+    "-fno-omit-frame-pointer",
+    "-fno-sanitize-recover=all",
+    "-ffp-contract=off",
+    "-pthread",
+)
 THREAD = "thread"
 ADDRESS = "address,undefined"
 RUN_LIMIT_S = 240.0
@@ -91,7 +99,11 @@ def _trouble(compiler: Compiler, sanitizer: str) -> str | None:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Raises subprocess.TimeoutExpired: it hangs."""
-    options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    options = {
+        "TSAN_OPTIONS": "halt_on_error=1",
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
     return subprocess.run(
         command, env=os.environ | options, capture_output=True, text=True, errors="replace", timeout=RUN_LIMIT_S
     )
