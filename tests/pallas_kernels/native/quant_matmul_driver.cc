@@ -1,5 +1,7 @@
 // Products with tiled weights in buffers of exactly their size, over all forms, modes, instruction sets and odd shapes,
 // on a team of threads. Built with a sanitizer by test_sanitized_products.py; checks results against plain loops.
+// Argument: nothing, or a mistake to plant, which must end the program with an error: "value" changes one stored value,
+// "overrun" hands the kernels one tile more than there is.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -57,6 +59,8 @@ uint16_t Half(int value) {  // value * 2^-10 for 1 <= value < 2048
   return uint16_t((exponent + 5) << 10 | ((value << (10 - exponent)) & 0x3ff));
 }
 
+bool plants_a_value = false;
+
 // A weight in tiles, and the same as doubles [k][n].
 struct TestWeight {
   TestWeight(Random& random, const Form& form, int64_t k, int64_t n)
@@ -86,6 +90,7 @@ struct TestWeight {
           values[size_t((g * form.group + j) * n + c)] = factor[0] * (u - form.zero) + factor[1];
         }
       }
+    if (plants_a_value) tiles[5] ^= 0x50;
   }
   Weight weight;
   Exactly<uint8_t> tiles;
@@ -160,6 +165,23 @@ void Shapes(Random& random, Threads& threads, const Form& form, Mode mode, int64
   Check(!Columns(first.weight, k, outside, 1, read.data), "a column outside", form, mode, rows, k, n);
 }
 
+// What must be found.
+void Plant(const char* mistake) {
+  Random random;
+  Threads threads;
+  const Form form{4, 32, 0, true, false};
+  if (!std::strcmp(mistake, "value")) {
+    plants_a_value = true;
+    Shapes(random, threads, form, Mode::kInt8, 3, 64, 33);
+  } else if (!std::strcmp(mistake, "overrun")) {
+    TestWeight test(random, form, 64, 16);
+    test.weight.columns = 32;
+    Exactly<float> x(64), out(32);
+    const Input input{x.data, 1, 64, false, nullptr, 0};
+    Multiply(Kernels(), Mode::kExact, input, &test.weight, 1, nullptr, out.data, {1, nullptr, nullptr});
+  }
+}
+
 void AllForms(const char* isa) {
   if (HeadraceUseIsa(isa) != 0) return;
   Random random;
@@ -182,7 +204,8 @@ void AllForms(const char* isa) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1) return Plant(arguments[1]), 0;
   for (const char* isa : {"avx2", "avx512", "neon"}) AllForms(isa);
   return 0;
 }
