@@ -3,16 +3,14 @@
 // A group's values are prepared once and meet all rows (64 at a time), whose sums wait in the L1 cache; one or two
 // rows keep their sums in registers. So any number of rows reads the weights once from memory, unpacked once.
 #pragma once
-#include <algorithm>
-
 #include "quant_matmul/cpu/integer_lanes.h"
 
 namespace headrace::quant::HEADRACE_ISA {
 
 constexpr int kRowsAtOnce = 64;  // their sums: 8 KiB
 
-// Few rows wait for memory: fetch this far ahead in the stream of blocks. 1 thread, 30 cold weights 576 x 3072, one
-// row: 121 GFLOP/s with 512 bytes, 154 with 1024, 182 with 2048, 223 with 4096.
+// Few rows wait for memory: fetch this far ahead in the stream of blocks. 2 threads, 30 cold int4 weights 576 x 3072,
+// one row, two runs: 232 and 247 GFLOP/s with 1024 bytes, 350 and 323 with 4096, no more with 8192 and 16384.
 constexpr int kAhead = 4096;
 constexpr int kRowsWithFetch = 16;
 
@@ -28,8 +26,15 @@ struct Records {
   ptrdiff_t group_bytes;
 };
 
-HEADRACE_INLINE void Fetch(const uint8_t* block, int bytes) {
-  for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + i), _MM_HINT_T0);
+// What the loop over groups of kTiles tiles reads kAhead bytes later: blocks of the same tiles, then of those behind.
+template <int kTiles>
+HEADRACE_INLINE void Fetch(const Blocks& w, int64_t g, int64_t ahead, int block_bytes) {
+  int64_t at = (g + ahead) * block_bytes;
+  if (at >= w.tile_bytes) at += (kTiles - 1) * w.tile_bytes;
+#pragma GCC unroll 2
+  for (int i = 0; i < kTiles; i++)
+    for (int line = 0; line < block_bytes; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(w.first + i * w.tile_bytes + at + line), _MM_HINT_T1);
 }
 
 template <class Group, bool kAffine, int kRows, int kVectors>
@@ -85,12 +90,13 @@ __attribute__((noinline)) void ManyRows(const Blocks& w, const Records& x, int r
   constexpr int kColumns = kTiles * kTile, kRows = Lanes::Rows(kInt16);
   using Group = Lanes::Group<kBits, kGroup, kInt16, kVectors>;
   const int block_bytes = int(w.form.BlockBytes());
+  const int64_t ahead = w.groups < kAhead / block_bytes ? w.groups : kAhead / block_bytes;
   alignas(64) float sums[kRowsAtOnce * kColumns];
   std::memset(sums, 0, sizeof(float) * kColumns * rows);
   for (int64_t g = 0; g < w.groups; g++) {
     const uint8_t *block = w.first + g * ptrdiff_t(block_bytes), *records = x.first + g * x.group_bytes;
     if (rows <= kRowsWithFetch)
-      for (int i = 0; i < kTiles; i++) Fetch(block + i * w.tile_bytes, block_bytes);
+      Fetch<kTiles>(w, g, ahead, block_bytes);
     for (int part = 0; part < kParts; part++) {
       const Group group(block, w.tile_bytes, part);
       Lanes::Floats scale[kVectors], offset[kVectors];
@@ -119,6 +125,7 @@ __attribute__((noinline)) void FewRows(const Blocks& w, const Records& x, float*
   constexpr int kParts = kTile / Lanes::kWidth;
   using Group = Lanes::Group<kBits, kGroup, kInt16, 1>;
   const int block_bytes = int(w.form.BlockBytes());
+  const int64_t ahead = w.groups < kAhead / block_bytes ? w.groups : kAhead / block_bytes;
   Lanes::Floats y[kParts][kRows][1];
 #pragma GCC unroll 2
   for (int part = 0; part < kParts; part++)
@@ -126,7 +133,7 @@ __attribute__((noinline)) void FewRows(const Blocks& w, const Records& x, float*
     for (int r = 0; r < kRows; r++) y[part][r][0] = Lanes::Zero();
   for (int64_t g = 0; g < w.groups; g++) {
     const uint8_t *block = w.first + g * ptrdiff_t(block_bytes), *records = x.first + g * x.group_bytes;
-    Fetch(block, block_bytes);
+    Fetch<1>(w, g, ahead, block_bytes);
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; part++) {
       const Group group(block, w.tile_bytes, part);
@@ -160,7 +167,7 @@ void Tiles(const uint8_t* tiles, const Form& form, int64_t groups, const uint8_t
     const auto many = together ? ManyRows<kBits, kGroup, kAffine, kInt16, Lanes::kVectors>
                                : ManyRows<kBits, kGroup, kAffine, kInt16, 1>;
     for (int64_t r = 0; r < rows; r += kRowsAtOnce)
-      many(w, {records + r * kRecord, rows * kRecord}, int(std::min<int64_t>(kRowsAtOnce, rows - r)), y + r * ld, ld);
+      many(w, {records + r * kRecord, rows * kRecord}, int(rows - r < kRowsAtOnce ? rows - r : kRowsAtOnce), y + r * ld, ld);
     tile += together ? Lanes::kVectors : 1;
   }
 }
