@@ -121,7 +121,7 @@ def fused_matmul(
     """What lies between two attentions, in few passes: one input times weights side by side. CPU only.
 
     Args:
-      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, silu(gate) * value being the input.
+      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, the input silu(gate) * value.
       weights: [K, N] each, of any forms; their results come side by side in this order.
       norm: of the input, before the product; not together with is_gated.
       residual_MN: added to the result.
@@ -129,9 +129,7 @@ def fused_matmul(
     Returns: float32 [M, sum of N]. What a row gives does not depend on M or on the other rows, bit for bit.
     Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
     """
-    return _kernel("quant_matmul", kernels, "fused_matmul")(
-        x_MK, weights, norm, is_gated, residual_MN, layer, kernels
-    )
+    return _kernel("quant_matmul", kernels, "fused_matmul")(x_MK, weights, norm, is_gated, residual_MN, layer, kernels)
 
 
 def best_column(
@@ -149,20 +147,20 @@ def best_column(
 def columns(weight: TiledQuant, index_T: jax.Array, *, kernels: Kernels) -> jax.Array:
     """float32 [T, K]: some columns of a weight, dequantized; a tied head's are the embedding. CPU only.
 
-    index_T: i32, in range (nothing is checked here).
+    index_T: i32, in range: the program fails where one is not.
     """
     return _kernel("quant_matmul", kernels, "columns")(weight, index_T, kernels)
 
 
-def quant_matmul(x_MK: jax.Array, weight: GroupQuant, *, kernels: Kernels) -> jax.Array:
+def quant_matmul(x_MK: jax.Array, weight: GroupQuant | TiledQuant, *, kernels: Kernels) -> jax.Array:
     """x @ (scale * values + offset), accumulated in float32, without a dequantized weight in memory.
 
     Args:
-      x_MK: float32 or bfloat16. weight: [K, N].
+      x_MK: float32 or bfloat16. weight: [K, N]; TiledQuant on CPU, and there only.
     Returns: float32 [M, N].
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=2)
+    _check_weight(x_MK, weight, 2, kernels)
     return _kernel("quant_matmul", kernels)(x_MK, weight, kernels)
 
 
@@ -187,7 +185,7 @@ def grouped_matmul(
     Returns: float32 [M, N]; zeros in rows of experts elsewhere, and behind the last group.
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=3 if layer is None else 4)
+    _check_weight(x_MK, weight, 3 if layer is None else 4, kernels)
     return _kernel("grouped_matmul", kernels)(x_MK, weight, group_sizes_G, group_offset, kernels, layer)
 
 
@@ -237,9 +235,11 @@ def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:
             raise UnsupportedCase(f"{name} of {dtype} {'without scales' if scale is None else 'with scales'}")
 
 
-def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant, rank: int) -> None:
+def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant | TiledQuant, rank: int, kernels: Kernels) -> None:
+    if isinstance(weight, TiledQuant) and kernels.implementation is not Implementation.CPU:
+        raise UnsupportedCase(f"tiles are for CPU kernels; {kernels.implementation} reads a GroupQuant")
     values = weight.values_KN if isinstance(weight, GroupQuant) else weight
-    if values.ndim != rank or values.shape[-2] != x_MK.shape[1]:
+    if len(values.shape) != rank or values.shape[-2] != x_MK.shape[1]:
         raise UnsupportedCase(f"a weight of shape {values.shape} does not fit inputs of shape {x_MK.shape}")
     if isinstance(weight, GroupQuant):
         shape, scales = values.shape, weight.scale_GN.shape

@@ -184,6 +184,7 @@ class TiledQuant:
     blocks_NGU: uint8 [N / tile, G, bytes], or [L, N / tile, G, bytes] of all layers. A block holds the values of one
       group and of one tile's columns, then their scales, then their offsets (``quant_matmul/cpu/tiles.py``).
     num_rows, num_columns: K, N. bits: 4 or 8, of a value. group: values along K that share a scale. tile: columns.
+    zero: values are stored unsigned, as value + zero.
     is_affine: there are offsets. scale_dtype: of scales and offsets, float16 or float32. stands_for: as GroupQuant's.
     """
 
@@ -193,6 +194,7 @@ class TiledQuant:
     bits: int = struct.field(pytree_node=False, kw_only=True)
     group: int = struct.field(pytree_node=False, kw_only=True)
     tile: int = struct.field(pytree_node=False, kw_only=True)
+    zero: int = struct.field(pytree_node=False, kw_only=True)
     is_affine: bool = struct.field(pytree_node=False, kw_only=True)
     scale_dtype: str = struct.field(pytree_node=False, kw_only=True)
     stands_for: str = struct.field(pytree_node=False, default="float32", kw_only=True)

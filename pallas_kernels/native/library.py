@@ -9,7 +9,7 @@ import jax
 from headrace.pallas_kernels.native.build import built
 
 PLATFORM = "cpu"
-TARGETS: tuple[str, ...] = ()
+TARGETS: tuple[str, ...] = ("headrace_fused_matmul", "headrace_best_column", "headrace_columns")
 """Symbols of FFI handlers; each is registered under its own name."""
 
 

@@ -29,6 +29,13 @@ struct Form {
   size_t BlockBytes() const { return ValueBytes() + ScaleBytes() * (affine ? 2 : 1); }
 };
 
+// Of a row of values: the largest, where it is first, and whether all are finite. Where there is NaN, some value.
+struct Best {
+  float value;
+  int64_t index;
+  bool finite;
+};
+
 struct MicroKernels {
   // Integer activations: records [groups][rows][RecordBytes], private to the kernels of one table.
   size_t (*record_bytes)(Mode mode, int group);
@@ -45,11 +52,13 @@ struct MicroKernels {
   void (*rms)(const float* x, const float* scale, float eps, int64_t k, float* out);
   // out[k] = gate[k] / (1 + exp(-gate[k])) * value[k]
   void (*gated)(const float* gate, const float* value, int64_t k, float* out);
+  // n >= 1
+  Best (*best)(const float* y, int64_t n);
 };
 
 // The table of the best instruction set of this machine; null where it has none of ours.
-const MicroKernels* Best();
+const MicroKernels* BestKernels();
 // By name: avx2, avx512, neon; null where this machine or this build lacks it.
-const MicroKernels* Named(const char* name);
+const MicroKernels* KernelsNamed(const char* name);
 
 }  // namespace headrace::quant

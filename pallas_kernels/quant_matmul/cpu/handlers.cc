@@ -1,0 +1,197 @@
+// XLA's calls: shapes are checked, then products.h does the work on threads of XLA's pool.
+#include <string>
+
+#include "native/team.h"
+#include "quant_matmul/cpu/products.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace headrace::quant {
+namespace {
+
+namespace ffi = xla::ffi;
+using F32 = ffi::Buffer<ffi::F32>;
+using Attribute = ffi::Span<const int64_t>;
+
+ffi::Error Invalid(const std::string& why) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "quant_matmul: " + why);
+}
+
+std::string Shape(ffi::AnyBuffer::Dimensions dimensions) {
+  std::string text = "[";
+  for (size_t i = 0; i < dimensions.size(); i++) text += (i ? ", " : "") + std::to_string(dimensions[i]);
+  return text + "]";
+}
+
+// Of a weight: columns, bits, group, zero, is_affine, is_wide.
+constexpr int kFormNumbers = 6;
+
+ffi::ErrorOr<Weight> ReadWeight(ffi::Buffer<ffi::U8> blocks, const int64_t* form, int64_t k, bool is_stacked,
+                                int64_t layer) {
+  Weight weight{blocks.typed_data(),
+                {int(form[1]), int(form[2]), int(form[3]), form[4] != 0, form[5] != 0},
+                form[0]};
+  const Form& f = weight.form;
+  if ((f.bits != 4 && f.bits != 8) || (f.group != 16 && f.group != 32) || f.zero < 0 || f.zero > 128)
+    return ffi::Unexpected(Invalid("a weight is of 4 or 8 bits in groups of 16 or 32, not of " +
+                                   std::to_string(f.bits) + " in " + std::to_string(f.group)));
+  const auto shape = blocks.dimensions();
+  const size_t lead = is_stacked;
+  const int64_t groups = weight.Groups(k), bytes = f.BlockBytes();
+  if (weight.columns < 1 || shape.size() != 3 + lead || shape[lead] != weight.Tiles() || shape[lead + 1] != groups ||
+      shape[lead + 2] != bytes)
+    return ffi::Unexpected(Invalid("blocks of shape " + Shape(shape) + " are not the [" +
+                                   std::to_string(weight.Tiles()) + ", " + std::to_string(groups) + ", " +
+                                   std::to_string(bytes) + "] of " + std::to_string(k) + " rows and " +
+                                   std::to_string(weight.columns) + " columns"));
+  if (is_stacked) {
+    if (layer < 0 || layer >= shape[0])
+      return ffi::Unexpected(Invalid("layer " + std::to_string(layer) + " of " + std::to_string(shape[0])));
+    weight.tiles += layer * weight.Tiles() * groups * bytes;
+  }
+  return weight;
+}
+
+ffi::Error ReadInput(F32 x, F32 norm, bool is_gated, float eps, bool is_stacked, int64_t layer, Input& input) {
+  if (x.dimensions().size() != 2 || (is_gated && x.dimensions()[1] % 2) || x.dimensions()[1] < 1)
+    return Invalid("inputs of shape " + Shape(x.dimensions()) + (is_gated ? ", gate and value side by side" : ""));
+  const int64_t k = x.dimensions()[1] / (is_gated ? 2 : 1);
+  input = {x.typed_data(), x.dimensions()[0], k, is_gated, nullptr, eps};
+  if (norm.element_count() == 0) return ffi::Error::Success();
+  const auto shape = norm.dimensions();
+  if (is_gated || shape.size() != (is_stacked ? 2u : 1u) || shape.back() != k)
+    return Invalid("a norm of shape " + Shape(shape) + (is_gated ? " with gated inputs" : "") + " for " +
+                   std::to_string(k) + " values");
+  if (is_stacked && (layer < 0 || layer >= shape[0]))
+    return Invalid("layer " + std::to_string(layer) + " of " + std::to_string(shape[0]) + " norms");
+  input.norm = norm.typed_data() + (is_stacked ? layer * k : 0);
+  return ffi::Error::Success();
+}
+
+ffi::ErrorOr<const MicroKernels*> ReadKernels(std::string_view isa, int64_t mode) {
+  const MicroKernels* kernels = isa.empty() ? BestKernels() : KernelsNamed(std::string(isa).c_str());
+  if (kernels == nullptr)
+    return ffi::Unexpected(
+        Invalid("this machine lacks the instruction set " + std::string(isa.empty() ? "AVX2 or NEON" : isa)));
+  if (mode < 0 || mode > 2) return ffi::Unexpected(Invalid("activation mode " + std::to_string(mode)));
+  return kernels;
+}
+
+struct Pool {
+  ffi::ThreadPool pool;
+  static void Run(void* self, int n, void (*body)(void*, int), void* context) {
+    ffi::ThreadPool& pool = static_cast<Pool*>(self)->pool;
+    auto item = [&](int i) { body(context, i); };
+    Team::Global().Run(n, int(pool.num_threads()) - 1, item, [&](auto f) { pool.Schedule(std::move(f)); });
+  }
+  Workers AsWorkers() { return {int(pool.num_threads()), this, Run}; }
+};
+
+ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> layer,
+                       ffi::RemainingArgs blocks, ffi::ResultBuffer<ffi::F32> out, Attribute forms, bool is_stacked,
+                       bool is_gated, float eps, int64_t mode, std::string_view isa) {
+  const size_t count = blocks.size();
+  if (count < 1 || count > kMaxWeights || forms.size() != count * kFormNumbers)
+    return Invalid(std::to_string(count) + " weights with " + std::to_string(forms.size()) +
+                   " numbers of forms; 1 to " + std::to_string(kMaxWeights) + " weights");
+  if (layer.element_count() != 1) return Invalid("one layer is meant, not " + std::to_string(layer.element_count()));
+  const int64_t index = layer.typed_data()[0];
+  auto kernels = ReadKernels(isa, mode);
+  if (kernels.has_error()) return kernels.error();
+  Input input;
+  if (ffi::Error error = ReadInput(x, norm, is_gated, eps, is_stacked, index, input); error.failure()) return error;
+  Weight weights[kMaxWeights];
+  int64_t columns = 0;
+  for (size_t i = 0; i < count; i++) {
+    auto buffer = blocks.get<ffi::Buffer<ffi::U8>>(i);
+    if (buffer.has_error()) return buffer.error();
+    auto weight = ReadWeight(buffer.value(), forms.begin() + i * kFormNumbers, input.k, is_stacked, index);
+    if (weight.has_error()) return weight.error();
+    weights[i] = weight.value();
+    columns += weights[i].columns;
+  }
+  const auto shape = out->dimensions();
+  if (shape.size() != 2 || shape[0] != input.rows || shape[1] != columns)
+    return Invalid("a result of shape " + Shape(shape) + " of " + std::to_string(columns) + " columns");
+  const bool has_residual = residual.element_count() != 0;
+  const auto added = residual.dimensions();
+  if (has_residual && (added.size() != 2 || added[0] != shape[0] || added[1] != shape[1]))
+    return Invalid("a residual of shape " + Shape(added) + " for a result of shape " + Shape(shape));
+  Pool pool{threads};
+  Multiply(*kernels.value(), Mode(mode), input, weights, int(count), has_residual ? residual.typed_data() : nullptr,
+           out->typed_data(), pool.AsWorkers());
+  return ffi::Error::Success();
+}
+
+ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<ffi::U8> blocks,
+                         ffi::ResultBuffer<ffi::S32> column, ffi::ResultBuffer<ffi::F32> value,
+                         ffi::ResultBuffer<ffi::PRED> is_finite, Attribute form, float eps, int64_t mode,
+                         std::string_view isa) {
+  if (form.size() != kFormNumbers) return Invalid(std::to_string(form.size()) + " numbers of a form");
+  auto kernels = ReadKernels(isa, mode);
+  if (kernels.has_error()) return kernels.error();
+  Input input;
+  if (ffi::Error error = ReadInput(x, norm, false, eps, false, 0, input); error.failure()) return error;
+  auto weight = ReadWeight(blocks, form.begin(), input.k, false, 0);
+  if (weight.has_error()) return weight.error();
+  for (int64_t rows : {int64_t(column->element_count()), int64_t(value->element_count()),
+                       int64_t(is_finite->element_count())})
+    if (rows != input.rows) return Invalid(std::to_string(rows) + " results of " + std::to_string(input.rows) + " rows");
+  Pool pool{threads};
+  BestColumn(*kernels.value(), Mode(mode), input, weight.value(), column->typed_data(), value->typed_data(),
+             is_finite->typed_data(), pool.AsWorkers());
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadColumns(ffi::Buffer<ffi::S32> index, ffi::Buffer<ffi::U8> blocks, ffi::ResultBuffer<ffi::F32> out,
+                       Attribute form) {
+  const auto shape = out->dimensions();
+  if (form.size() != kFormNumbers || shape.size() != 2 || shape[0] != int64_t(index.element_count()))
+    return Invalid(std::to_string(index.element_count()) + " columns into a result of shape " + Shape(shape));
+  auto weight = ReadWeight(blocks, form.begin(), shape[1], false, 0);
+  if (weight.has_error()) return weight.error();
+  if (!Columns(weight.value(), shape[1], index.typed_data(), shape[0], out->typed_data()))
+    return Invalid("a column outside of the " + std::to_string(weight.value().columns) + " that there are");
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace headrace::quant
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(headrace_fused_matmul, headrace::quant::FusedMatmul,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("forms")
+                                  .Attr<bool>("is_stacked")
+                                  .Attr<bool>("is_gated")
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("mode")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(headrace_best_column, headrace::quant::BestOfColumns,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::PRED>>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("form")
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("mode")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(headrace_columns, headrace::quant::ReadColumns,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("form"));
