@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -23,12 +24,18 @@ from headrace.pallas_kernels.types import (
     TiledQuant,
     UnsupportedCase,
 )
-from tests.pallas_kernels.tiled_weights import FORMS, ISAS, Form, on_device, random_weight
+from tests.pallas_kernels.tiled_weights import FORMS, ISAS, Form, on_device, random_weight, running
 
 BOUND = {Activations.EXACT: 1e-6, Activations.INT16: 1e-4, Activations.INT8: 1.5e-2}
-"""Of the error's norm relative to the result's; measured 3e-7, 4e-5 and 8e-3."""
+"""Of ``distance``."""
 ROWS = (*range(1, 41), 47, 48, 49, 127, 128, 129, 512)
 EPS = 1e-5
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    with running(request.param):
+        yield
 
 
 def kernels(mode: Activations = Activations.EXACT) -> Kernels:
@@ -40,107 +47,108 @@ def inputs(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32) * np.exp2(rng.uniform(-3, 3, (shape[0], 1))).astype(np.float32)
 
 
-def distance(out: np.ndarray, right: np.ndarray) -> float:
-    """The largest of a row, relative to that row's norm."""
-    out = np.asarray(out, np.float64)
-    return float((np.linalg.norm(out - right, axis=1) / np.linalg.norm(right, axis=1)).max())
+def distance(out: np.ndarray, x: np.ndarray, weight: GroupQuant) -> float:
+    """Of x @ weight: root mean square of the error, relative to that of |row| * |column| / sqrt(K), which is what a
+    product of random signs has; a result that happens to be near 0 does not count more."""
+    x, w = x.astype(np.float64), dequantized(weight)
+    size = np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(w, axis=0)) / np.sqrt(len(w))
+    error = (np.asarray(out, np.float64) - x @ w) / size
+    return float(np.sqrt((error**2).mean()))
 
 
-def fused(x, weights, *, norm=None, is_gated=False, residual=None, layer=None, mode=Activations.EXACT, isa=""):
-    return np.asarray(
-        cpu.fused_matmul(jnp.asarray(x), weights, norm, is_gated, residual, layer, kernels(mode), isa=isa)
-    )
+def fused(x, weights, *, norm=None, is_gated=False, residual=None, layer=None, mode=Activations.EXACT):
+    return np.asarray(cpu.fused_matmul(jnp.asarray(x), weights, norm, is_gated, residual, layer, kernels(mode)))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("mode", Activations)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 class TestAgainstFloat64:
-    def test_any_shape(self, form: Form, mode: Activations, isa: str) -> None:
+    def test_any_shape(self, form: Form, mode: Activations) -> None:
         rng = np.random.default_rng(1)
         for rows, k, n in ((1, 32, 1), (2, 96, 15), (3, 576, 40), (7, 1120, 33), (13, 64, 100), (65, 320, 49)):
             weight = random_weight(rng, form, k, n)
             x = inputs(rng, rows, k)
-            out = fused(x, (on_device(tiled(weight)),), mode=mode, isa=isa)
-            assert distance(out, x.astype(np.float64) @ dequantized(weight)) < BOUND[mode], (rows, k, n)
+            out = fused(x, (on_device(tiled(weight)),), mode=mode)
+            assert distance(out, x, weight) < BOUND[mode], (rows, k, n)
 
-    def test_a_row_is_the_same_among_any_number_of_rows(self, form: Form, mode: Activations, isa: str) -> None:
+    def test_a_row_is_the_same_among_any_number_of_rows(self, form: Form, mode: Activations) -> None:
         rng = np.random.default_rng(2)
         weight, x = on_device(tiled(random_weight(rng, form, 352, 72))), inputs(rng, max(ROWS), 352)
-        everything = fused(x, (weight,), mode=mode, isa=isa)
-        for rows in ROWS:
+        everything = fused(x, (weight,), mode=mode)
+        for rows in ROWS if form in FORMS[:2] else (1, 2, 3, 4, 5, 6, 7, 13, 49, 129):
             first = max(0, 300 - rows)
-            part = fused(x[first : first + rows], (weight,), mode=mode, isa=isa)
+            part = fused(x[first : first + rows], (weight,), mode=mode)
             np.testing.assert_array_equal(part, everything[first : first + rows])
 
-    def test_best_column_is_that_of_the_product(self, form: Form, mode: Activations, isa: str) -> None:
+    def test_best_column_is_that_of_the_product(self, form: Form, mode: Activations) -> None:
         rng = np.random.default_rng(3)
         for rows, n in ((1, 5), (4, 257), (33, 1000), (140, 300)):
             weight, x = on_device(tiled(random_weight(rng, form, 96, n))), inputs(rng, rows, 96)
             norm = Rms(jnp.asarray(rng.uniform(0.5, 2, 96).astype(np.float32)), EPS)
-            logits = fused(x, (weight,), norm=norm, mode=mode, isa=isa)
-            column, value, is_finite = cpu.best_column(jnp.asarray(x), weight, norm, kernels(mode), isa=isa)
+            logits = fused(x, (weight,), norm=norm, mode=mode)
+            column, value, is_finite = cpu.best_column(jnp.asarray(x), weight, norm, kernels(mode))
             np.testing.assert_array_equal(column, logits.argmax(axis=1))
             np.testing.assert_array_equal(value, logits.max(axis=1))
             assert np.all(is_finite)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("mode", Activations)
 class TestFused:
-    def test_norm_and_residual(self, mode: Activations, isa: str) -> None:
+    def test_norm_and_residual(self, mode: Activations) -> None:
         rng = np.random.default_rng(4)
         for rows, k in ((1, 576), (5, 100), (40, 72), (150, 96)):
             weight, x = random_weight(rng, Form(bits=8), k, 50), inputs(rng, rows, k)
             scale, residual = rng.uniform(0.5, 2, k).astype(np.float32), inputs(rng, rows, 50)
             wide = x.astype(np.float64)
-            right = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * scale @ dequantized(weight)
+            normal = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * scale
             norm = Rms(jnp.asarray(scale), EPS)
-            plain = fused(x, (on_device(tiled(weight)),), norm=norm, mode=mode, isa=isa)
-            assert distance(plain, right) < BOUND[mode]
-            out = fused(x, (on_device(tiled(weight)),), norm=norm, residual=residual, mode=mode, isa=isa)
+            plain = fused(x, (on_device(tiled(weight)),), norm=norm, mode=mode)
+            assert distance(plain, normal, weight) < BOUND[mode]
+            out = fused(x, (on_device(tiled(weight)),), norm=norm, residual=residual, mode=mode)
             np.testing.assert_array_equal(out, plain + residual)
 
-    def test_gate(self, mode: Activations, isa: str) -> None:
+    def test_gate(self, mode: Activations) -> None:
         rng = np.random.default_rng(5)
         for rows, k in ((1, 1536), (3, 50), (40, 72)):
             weight, x = random_weight(rng, Form(bits=4, is_affine=True, group=k), k, 30), 4 * inputs(rng, rows, 2 * k)
             gate, value = np.split(x.astype(np.float64), 2, axis=1)
-            right = gate / (1 + np.exp(-gate)) * value @ dequantized(weight)
-            out = fused(x, (on_device(tiled(weight)),), is_gated=True, mode=mode, isa=isa)
-            assert distance(out, right) < BOUND[mode]
+            gated = gate / (1 + np.exp(-gate)) * value
+            out = fused(x, (on_device(tiled(weight)),), is_gated=True, mode=mode)
+            assert distance(out, gated, weight) < BOUND[mode]
 
-    def test_weights_side_by_side_are_as_alone(self, mode: Activations, isa: str) -> None:
+    def test_weights_side_by_side_are_as_alone(self, mode: Activations) -> None:
         rng = np.random.default_rng(6)
         weights = tuple(on_device(tiled(random_weight(rng, form, 192, 24 + i))) for i, form in enumerate(FORMS[:8]))
         for rows in (1, 9, 130):
             x = inputs(rng, rows, 192)
-            alone = [fused(x, (weight,), mode=mode, isa=isa) for weight in weights]
-            np.testing.assert_array_equal(fused(x, weights, mode=mode, isa=isa), np.concatenate(alone, axis=1))
+            alone = [fused(x, (weight,), mode=mode) for weight in weights]
+            np.testing.assert_array_equal(fused(x, weights, mode=mode), np.concatenate(alone, axis=1))
 
-    def test_a_layer_of_a_stack(self, mode: Activations, isa: str) -> None:
+    def test_a_layer_of_a_stack(self, mode: Activations) -> None:
         rng = np.random.default_rng(7)
         form = Form(bits=4, is_affine=True)
         layers = [random_weight(rng, form, 64, 40) for _ in range(3)]
         stack = on_device(tiled(jax.tree.map(lambda *leaves: np.stack(leaves), *layers)))
         scales, x = rng.uniform(0.5, 2, (3, 64)).astype(np.float32), inputs(rng, 4, 64)
         for i, weight in enumerate(layers):
-            right = fused(x, (on_device(tiled(weight)),), norm=Rms(jnp.asarray(scales[i]), EPS), mode=mode, isa=isa)
-            out = fused(x, (stack,), norm=Rms(jnp.asarray(scales), EPS), layer=jnp.int32(i), mode=mode, isa=isa)
+            right = fused(x, (on_device(tiled(weight)),), norm=Rms(jnp.asarray(scales[i]), EPS), mode=mode)
+            out = fused(x, (stack,), norm=Rms(jnp.asarray(scales), EPS), layer=jnp.int32(i), mode=mode)
             np.testing.assert_array_equal(out, right)
 
-    def test_values_that_are_not_finite_stay_in_their_row(self, mode: Activations, isa: str) -> None:
+    def test_values_that_are_not_finite_stay_in_their_row(self, mode: Activations) -> None:
         rng = np.random.default_rng(8)
         weight, x = on_device(tiled(random_weight(rng, Form(bits=8), 96, 200))), inputs(rng, 12, 96)
-        clean = fused(x, (weight,), mode=mode, isa=isa)
+        clean = fused(x, (weight,), mode=mode)
         for bad in (np.nan, np.inf, -np.inf):
             spoiled = x.copy()
             spoiled[5, 40] = bad
-            out = fused(spoiled, (weight,), mode=mode, isa=isa)
+            out = fused(spoiled, (weight,), mode=mode)
             others = np.arange(12) != 5
             np.testing.assert_array_equal(out[others], clean[others])
             assert not np.isfinite(out[5]).any()
-            column, _, is_finite = cpu.best_column(jnp.asarray(spoiled), weight, None, kernels(mode), isa=isa)
+            column, _, is_finite = cpu.best_column(jnp.asarray(spoiled), weight, None, kernels(mode))
             np.testing.assert_array_equal(is_finite, others)
             assert 0 <= int(column[5]) < 200
 
@@ -151,19 +159,17 @@ class TestBestColumn:
         values[:, columns] = value
         return on_device(tiled(GroupQuant(values, np.ones((1, n), np.float32)), bits=8))
 
-    @pytest.mark.parametrize("isa", ISAS)
-    def test_the_lowest_of_equals_wins(self, isa: str) -> None:
+    @pytest.mark.usefixtures("isa")
+    def test_the_lowest_of_equals_wins(self) -> None:
         for n, equal in ((40, [7, 8]), (5000, [4999, 130, 4000]), (300, [299]), (17, [16])):
-            column, value, _ = cpu.best_column(
-                jnp.ones((20, 32)), self.equal_columns(n, equal), None, kernels(), isa=isa
-            )
+            column, value, _ = cpu.best_column(jnp.ones((20, 32)), self.equal_columns(n, equal), None, kernels())
             np.testing.assert_array_equal(column, np.full(20, min(equal)))
             np.testing.assert_array_equal(value, np.full(20, 96.0))
 
-    @pytest.mark.parametrize("isa", ISAS)
-    def test_padding_never_wins(self, isa: str) -> None:
+    @pytest.mark.usefixtures("isa")
+    def test_padding_never_wins(self) -> None:
         weight = self.equal_columns(21, [18], value=-1)  # all are negative, columns of padding would give 0
-        column, value, is_finite = cpu.best_column(jnp.ones((3, 32)), weight, None, kernels(), isa=isa)
+        column, value, is_finite = cpu.best_column(jnp.ones((3, 32)), weight, None, kernels())
         np.testing.assert_array_equal(column, np.zeros(3))
         np.testing.assert_array_equal(value, np.full(3, -32.0))
         assert np.all(is_finite)
@@ -238,9 +244,6 @@ class TestRefusals:
         ):
             text = self.refused(x, (replace(self.weight, **change),), error=jax.errors.JaxRuntimeError)
             assert why in text
-        assert "lacks the instruction set vax" in self.refused(
-            x, (self.weight,), isa="vax", error=jax.errors.JaxRuntimeError
-        )
 
     def test_a_layer_outside_of_the_stack(self) -> None:
         stack = replace(self.weight, blocks_NGU=self.weight.blocks_NGU[None])

@@ -1,27 +1,28 @@
 """Forms of weights that tiles hold, random ones of each, and the instruction sets to run them on."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from headrace.pallas_kernels.native import instruction_sets, library
 from headrace.pallas_kernels.types import GroupQuant, TiledQuant
 
-FLAGS = {"avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")}
+ISAS = instruction_sets.of_this_machine()
 
 
-def _instruction_sets() -> tuple[str, ...]:
+@contextlib.contextmanager
+def running(isa: str) -> Iterator[None]:
+    """The kernels of an instruction set, and afterwards those that ran before."""
+    before = library.load().isa
+    library.load(isa=isa)
     try:
-        with open("/proc/cpuinfo") as file:
-            words = set(file.read().split())
-    except OSError:
-        return ("",)
-    return tuple(isa for isa, flags in FLAGS.items() if words >= set(flags)) or ("",)
-
-
-ISAS = _instruction_sets()
-"""Those of x86-64 that this machine has; elsewhere the library's own choice."""
+        yield
+    finally:
+        library.load(isa=before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from headrace.pallas_kernels.types import Activations, Kernels, Rms, TiledQuant,
 
 MAX_WEIGHTS = 8
 """Side by side in one call."""
-BEST_ISA = ""
-"""The library takes the widest instruction set that the machine has."""
 _MODES = {Activations.EXACT: 0, Activations.INT16: 1, Activations.INT8: 2}
 
 
@@ -29,10 +27,8 @@ def fused_matmul(
     residual_MN: jax.Array | None,
     layer: jax.Array | int | None,
     kernels: Kernels,
-    *,
-    isa: str = BEST_ISA,
 ) -> jax.Array:
-    """See ``headrace.pallas_kernels.api.fused_matmul``. isa: the instruction set, for tests: avx2, avx512, neon."""
+    """See ``headrace.pallas_kernels.api.fused_matmul``."""
     if not 1 <= len(weights) <= MAX_WEIGHTS:
         raise UnsupportedCase(f"{len(weights)} weights side by side; 1 to {MAX_WEIGHTS}")
     if is_gated and norm is not None:
@@ -44,7 +40,7 @@ def fused_matmul(
         raise UnsupportedCase(f"a residual of {residual_MN.dtype} {residual_MN.shape} for a result of float32 {shape}")
     none = jnp.zeros((0,), jnp.float32)
     library.load()
-    call = jax.ffi.ffi_call("headrace_fused_matmul", jax.ShapeDtypeStruct(shape, jnp.float32))
+    call = jax.ffi.ffi_call("HeadraceFusedMatmul", jax.ShapeDtypeStruct(shape, jnp.float32))
     return call(
         x_MK,
         none if norm is None else norm.scale_D,
@@ -56,19 +52,18 @@ def fused_matmul(
         is_gated=is_gated,
         eps=np.float32(0 if norm is None else norm.eps),
         mode=np.int64(_MODES[kernels.activations]),
-        isa=isa,
     )
 
 
 def best_column(
-    x_MK: jax.Array, weight: TiledQuant, norm: Rms | None, kernels: Kernels, *, isa: str = BEST_ISA
+    x_MK: jax.Array, weight: TiledQuant, norm: Rms | None, kernels: Kernels
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``headrace.pallas_kernels.api.best_column``."""
     _check(x_MK, weight, is_gated=False, lead=0)
     rows = x_MK.shape[:1]
     library.load()
     call = jax.ffi.ffi_call(
-        "headrace_best_column",
+        "HeadraceBestColumn",
         tuple(jax.ShapeDtypeStruct(rows, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)),
     )
     return tuple(
@@ -79,7 +74,6 @@ def best_column(
             form=_form(weight),
             eps=np.float32(0 if norm is None else norm.eps),
             mode=np.int64(_MODES[kernels.activations]),
-            isa=isa,
         )
     )
 
@@ -90,7 +84,7 @@ def columns(weight: TiledQuant, index_T: jax.Array, kernels: Kernels) -> jax.Arr
     _check_blocks(weight, lead=0)
     library.load()
     shape = (*index_T.shape, weight.num_rows)
-    call = jax.ffi.ffi_call("headrace_columns", jax.ShapeDtypeStruct(shape, jnp.float32))
+    call = jax.ffi.ffi_call("HeadraceColumns", jax.ShapeDtypeStruct(shape, jnp.float32))
     return call(index_T, weight.blocks_NGU, form=_form(weight))
 
 

@@ -1,9 +1,8 @@
 // XLA's calls: shapes are checked, then products.h does the work on threads of XLA's pool.
 #include <string>
 
-#include "native/team.h"
+#include "native/handler.h"
 #include "quant_matmul/cpu/products.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace headrace::quant {
 namespace {
@@ -67,13 +66,12 @@ ffi::Error ReadInput(F32 x, F32 norm, bool is_gated, float eps, bool is_stacked,
   return ffi::Error::Success();
 }
 
-ffi::ErrorOr<const MicroKernels*> ReadKernels(std::string_view isa, int64_t mode) {
-  const MicroKernels* kernels = isa.empty() ? BestKernels() : KernelsNamed(std::string(isa).c_str());
+ffi::Error ReadKernels(int64_t mode, const MicroKernels*& kernels) {
+  kernels = HEADRACE_CHOSEN(GetQuantKernels);
   if (kernels == nullptr)
-    return ffi::Unexpected(
-        Invalid("this machine lacks the instruction set " + std::string(isa.empty() ? "AVX2 or NEON" : isa)));
-  if (mode < 0 || mode > 2) return ffi::Unexpected(Invalid("activation mode " + std::to_string(mode)));
-  return kernels;
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "quant_matmul: no instruction set of this CPU");
+  if (mode < 0 || mode > 2) return Invalid("activation mode " + std::to_string(mode));
+  return ffi::Error::Success();
 }
 
 struct Pool {
@@ -81,22 +79,22 @@ struct Pool {
   static void Run(void* self, int n, void (*body)(void*, int), void* context) {
     ffi::ThreadPool& pool = static_cast<Pool*>(self)->pool;
     auto item = [&](int i) { body(context, i); };
-    Team::Global().Run(n, int(pool.num_threads()) - 1, item, [&](auto f) { pool.Schedule(std::move(f)); });
+    RunOnPool(pool, n, item);
   }
   Workers AsWorkers() { return {int(pool.num_threads()), this, Run}; }
 };
 
 ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> layer,
                        ffi::RemainingArgs blocks, ffi::ResultBuffer<ffi::F32> out, Attribute forms, bool is_stacked,
-                       bool is_gated, float eps, int64_t mode, std::string_view isa) {
+                       bool is_gated, float eps, int64_t mode) {
   const size_t count = blocks.size();
   if (count < 1 || count > kMaxWeights || forms.size() != count * kFormNumbers)
     return Invalid(std::to_string(count) + " weights with " + std::to_string(forms.size()) +
                    " numbers of forms; 1 to " + std::to_string(kMaxWeights) + " weights");
   if (layer.element_count() != 1) return Invalid("one layer is meant, not " + std::to_string(layer.element_count()));
   const int64_t index = layer.typed_data()[0];
-  auto kernels = ReadKernels(isa, mode);
-  if (kernels.has_error()) return kernels.error();
+  const MicroKernels* kernels;
+  if (ffi::Error error = ReadKernels(mode, kernels); error.failure()) return error;
   Input input;
   if (ffi::Error error = ReadInput(x, norm, is_gated, eps, is_stacked, index, input); error.failure()) return error;
   Weight weights[kMaxWeights];
@@ -117,18 +115,17 @@ ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, f
   if (has_residual && (added.size() != 2 || added[0] != shape[0] || added[1] != shape[1]))
     return Invalid("a residual of shape " + Shape(added) + " for a result of shape " + Shape(shape));
   Pool pool{threads};
-  Multiply(*kernels.value(), Mode(mode), input, weights, int(count), has_residual ? residual.typed_data() : nullptr,
+  Multiply(*kernels, Mode(mode), input, weights, int(count), has_residual ? residual.typed_data() : nullptr,
            out->typed_data(), pool.AsWorkers());
   return ffi::Error::Success();
 }
 
 ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<ffi::U8> blocks,
                          ffi::ResultBuffer<ffi::S32> column, ffi::ResultBuffer<ffi::F32> value,
-                         ffi::ResultBuffer<ffi::PRED> is_finite, Attribute form, float eps, int64_t mode,
-                         std::string_view isa) {
+                         ffi::ResultBuffer<ffi::PRED> is_finite, Attribute form, float eps, int64_t mode) {
   if (form.size() != kFormNumbers) return Invalid(std::to_string(form.size()) + " numbers of a form");
-  auto kernels = ReadKernels(isa, mode);
-  if (kernels.has_error()) return kernels.error();
+  const MicroKernels* kernels;
+  if (ffi::Error error = ReadKernels(mode, kernels); error.failure()) return error;
   Input input;
   if (ffi::Error error = ReadInput(x, norm, false, eps, false, 0, input); error.failure()) return error;
   auto weight = ReadWeight(blocks, form.begin(), input.k, false, 0);
@@ -137,7 +134,7 @@ ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<f
                        int64_t(is_finite->element_count())})
     if (rows != input.rows) return Invalid(std::to_string(rows) + " results of " + std::to_string(input.rows) + " rows");
   Pool pool{threads};
-  BestColumn(*kernels.value(), Mode(mode), input, weight.value(), column->typed_data(), value->typed_data(),
+  BestColumn(*kernels, Mode(mode), input, weight.value(), column->typed_data(), value->typed_data(),
              is_finite->typed_data(), pool.AsWorkers());
   return ffi::Error::Success();
 }
@@ -157,41 +154,41 @@ ffi::Error ReadColumns(ffi::Buffer<ffi::S32> index, ffi::Buffer<ffi::U8> blocks,
 }  // namespace
 }  // namespace headrace::quant
 
-#pragma GCC visibility push(default)
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Blocks = ffi::Buffer<ffi::U8>;
+using Numbers = ffi::Span<const int64_t>;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(headrace_fused_matmul, headrace::quant::FusedMatmul,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("forms")
-                                  .Attr<bool>("is_stacked")
-                                  .Attr<bool>("is_gated")
-                                  .Attr<float>("eps")
-                                  .Attr<int64_t>("mode")
-                                  .Attr<std::string_view>("isa"));
+// x, norm, residual (empty: none), layer, blocks of each weight
+HEADRACE_HANDLER(HeadraceFusedMatmul, headrace::quant::FusedMatmul,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<Floats>()
+                     .Arg<Floats>()
+                     .Arg<Floats>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .RemainingArgs()
+                     .Ret<Floats>()
+                     .Attr<Numbers>("forms")
+                     .Attr<bool>("is_stacked")
+                     .Attr<bool>("is_gated")
+                     .Attr<float>("eps")
+                     .Attr<int64_t>("mode"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(headrace_best_column, headrace::quant::BestOfColumns,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::PRED>>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("form")
-                                  .Attr<float>("eps")
-                                  .Attr<int64_t>("mode")
-                                  .Attr<std::string_view>("isa"));
+// x, norm (empty: none), blocks
+HEADRACE_HANDLER(HeadraceBestColumn, headrace::quant::BestOfColumns,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<Floats>()
+                     .Arg<Floats>()
+                     .Arg<Blocks>()
+                     .Ret<ffi::Buffer<ffi::S32>>()
+                     .Ret<Floats>()
+                     .Ret<ffi::Buffer<ffi::PRED>>()
+                     .Attr<Numbers>("form")
+                     .Attr<float>("eps")
+                     .Attr<int64_t>("mode"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(headrace_columns, headrace::quant::ReadColumns,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<xla::ffi::Span<const int64_t>>("form"));
+// index, blocks
+HEADRACE_HANDLER(HeadraceColumns, headrace::quant::ReadColumns,
+                 ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::S32>>().Arg<Blocks>().Ret<Floats>().Attr<Numbers>("form"));

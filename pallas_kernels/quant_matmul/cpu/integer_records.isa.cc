@@ -1,4 +1,5 @@
 // Activations become records of int8 or int16 values, for one instruction set (integer_kernels.h).
+#if !defined(HEADRACE_ISA_NEON)  // integer_plain.isa.cc
 #include <immintrin.h>
 
 #include <cstring>
@@ -110,3 +111,4 @@ void Product(const uint8_t* tiles, const Form& form, int64_t groups, Mode mode, 
 }
 
 }  // namespace headrace::quant::HEADRACE_ISA
+#endif

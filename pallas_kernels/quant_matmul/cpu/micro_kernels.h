@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "native/cpu_features.h"
+
 namespace headrace::quant {
 
 constexpr int kTile = 16;
@@ -56,9 +58,6 @@ struct MicroKernels {
   Best (*best)(const float* y, int64_t n);
 };
 
-// The table of the best instruction set of this machine; null where it has none of ours.
-const MicroKernels* BestKernels();
-// By name: avx2, avx512, neon; null where this machine or this build lacks it.
-const MicroKernels* KernelsNamed(const char* name);
-
 }  // namespace headrace::quant
+
+HEADRACE_DECLARE(headrace::quant::MicroKernels, GetQuantKernels)
