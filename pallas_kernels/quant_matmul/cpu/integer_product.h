@@ -3,24 +3,24 @@
 // A group's values are prepared once and meet all rows (64 at a time), whose sums wait in the L1 cache; one or two
 // rows keep their sums in registers. So any number of rows reads the weights once from memory, unpacked once.
 #pragma once
-#include <algorithm>
-
 #include "quant_matmul/cpu/integer_lanes.h"
 
 namespace headrace::quant::HEADRACE_ISA {
 
 constexpr int kRowsAtOnce = 64;  // their sums: 8 KiB
 
-// Few rows wait for memory: fetch this far ahead in the stream of blocks. 1 thread, 30 cold weights 576 x 3072, one
-// row: 121 GFLOP/s with 512 bytes, 154 with 1024, 182 with 2048, 223 with 4096.
-constexpr int kAhead = 4096;
-constexpr int kRowsWithFetch = 16;
+// Few rows wait for memory, and 32 rows of int8 weights still do: fetch this far ahead in the stream of blocks. 1
+// thread, 30 cold int4 weights 576 x 3072, three runs each: 1 row 152 GFLOP/s with 4096 bytes, 161 to 174 with 8192
+// (the streaming read is 200); 4 rows 490 to 524 and 581 to 594.
+constexpr int kAhead = 8192;
 
 struct Blocks {
   const uint8_t* first;
   ptrdiff_t tile_bytes;
   int64_t groups;
   Form form;
+  ptrdiff_t block_bytes;
+  ptrdiff_t ahead;  // kAhead in whole blocks, no more than a tile
 };
 
 struct Records {
@@ -28,8 +28,19 @@ struct Records {
   ptrdiff_t group_bytes;
 };
 
-HEADRACE_INLINE void Fetch(const uint8_t* block, int bytes) {
-  for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + i), _MM_HINT_T0);
+// What the loop over groups of kTiles tiles reads kAhead bytes after byte `at` of each: these tiles, then those behind.
+template <int kBits, int kGroup, int kTiles>
+HEADRACE_INLINE void Fetch(const Blocks& w, ptrdiff_t at) {
+  constexpr int kLines = 2 * kBits * kGroup / 64 + 1;
+  at += w.ahead;
+  if (at >= w.tile_bytes) at += (kTiles - 1) * w.tile_bytes;
+#pragma GCC unroll 2
+  for (int i = 0; i < kTiles; i++) {
+    const uint8_t* block = w.first + i * w.tile_bytes + at;
+#pragma GCC unroll 9
+    for (int line = 0; line < kLines; line++) __builtin_prefetch(block + 64 * line);
+    if (w.form.wide) __builtin_prefetch(block + 64 * kLines);
+  }
 }
 
 template <class Group, bool kAffine, int kRows, int kVectors>
@@ -84,13 +95,11 @@ __attribute__((noinline)) void ManyRows(const Blocks& w, const Records& x, int r
   static_assert(kParts == 1 || kTiles == 1);
   constexpr int kColumns = kTiles * kTile, kRows = Lanes::Rows(kInt16);
   using Group = Lanes::Group<kBits, kGroup, kInt16, kVectors>;
-  const int block_bytes = int(w.form.BlockBytes());
   alignas(64) float sums[kRowsAtOnce * kColumns];
   std::memset(sums, 0, sizeof(float) * kColumns * rows);
   for (int64_t g = 0; g < w.groups; g++) {
-    const uint8_t *block = w.first + g * ptrdiff_t(block_bytes), *records = x.first + g * x.group_bytes;
-    if (rows <= kRowsWithFetch)
-      for (int i = 0; i < kTiles; i++) Fetch(block + i * w.tile_bytes, block_bytes);
+    const uint8_t *block = w.first + g * w.block_bytes, *records = x.first + g * x.group_bytes;
+    Fetch<kBits, kGroup, kTiles>(w, g * w.block_bytes);
     for (int part = 0; part < kParts; part++) {
       const Group group(block, w.tile_bytes, part);
       Lanes::Floats scale[kVectors], offset[kVectors];
@@ -118,15 +127,14 @@ template <int kBits, int kGroup, bool kAffine, bool kInt16, int kRows>
 __attribute__((noinline)) void FewRows(const Blocks& w, const Records& x, float* out, ptrdiff_t stride) {
   constexpr int kParts = kTile / Lanes::kWidth;
   using Group = Lanes::Group<kBits, kGroup, kInt16, 1>;
-  const int block_bytes = int(w.form.BlockBytes());
   Lanes::Floats y[kParts][kRows][1];
 #pragma GCC unroll 2
   for (int part = 0; part < kParts; part++)
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; r++) y[part][r][0] = Lanes::Zero();
   for (int64_t g = 0; g < w.groups; g++) {
-    const uint8_t *block = w.first + g * ptrdiff_t(block_bytes), *records = x.first + g * x.group_bytes;
-    Fetch(block, block_bytes);
+    const uint8_t *block = w.first + g * w.block_bytes, *records = x.first + g * x.group_bytes;
+    Fetch<kBits, kGroup, 1>(w, g * w.block_bytes);
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; part++) {
       const Group group(block, w.tile_bytes, part);
@@ -145,9 +153,10 @@ template <int kBits, int kGroup, bool kAffine, bool kInt16>
 void Tiles(const uint8_t* tiles, const Form& form, int64_t groups, const uint8_t* records, int64_t rows,
            int64_t num_tiles, float* out, int64_t ld) {
   constexpr int64_t kRecord = RecordSize(kGroup, kInt16);
-  const int64_t tile_bytes = groups * int64_t(form.BlockBytes());
+  const ptrdiff_t block_bytes = ptrdiff_t(form.BlockBytes()), tile_bytes = groups * block_bytes;
+  const ptrdiff_t ahead = (groups < kAhead / block_bytes ? groups : kAhead / block_bytes) * block_bytes;
   for (int64_t tile = 0; tile < num_tiles;) {
-    const Blocks w{tiles + tile * tile_bytes, tile_bytes, groups, form};
+    const Blocks w{tiles + tile * tile_bytes, tile_bytes, groups, form, block_bytes, ahead};
     float* y = out + tile * kTile;
     if (rows <= 2) {
       const auto few = rows == 1 ? FewRows<kBits, kGroup, kAffine, kInt16, 1>
@@ -160,7 +169,7 @@ void Tiles(const uint8_t* tiles, const Form& form, int64_t groups, const uint8_t
     const auto many = together ? ManyRows<kBits, kGroup, kAffine, kInt16, Lanes::kVectors>
                                : ManyRows<kBits, kGroup, kAffine, kInt16, 1>;
     for (int64_t r = 0; r < rows; r += kRowsAtOnce)
-      many(w, {records + r * kRecord, rows * kRecord}, int(std::min<int64_t>(kRowsAtOnce, rows - r)), y + r * ld, ld);
+      many(w, {records + r * kRecord, rows * kRecord}, int(rows - r < kRowsAtOnce ? rows - r : kRowsAtOnce), y + r * ld, ld);
     tile += together ? Lanes::kVectors : 1;
   }
 }

@@ -2,7 +2,6 @@
 #if !defined(HEADRACE_ISA_NEON)  // integer_plain.isa.cc
 #include <immintrin.h>
 
-#include <cmath>
 #include <cstring>
 
 #include "quant_matmul/cpu/integer_kernels.h"
@@ -79,7 +78,8 @@ void PackGroup(const float* x, int zero, uint8_t* record) {
   }
   const int32_t sum = Sum(sums);
   const float scaled = scale * static_cast<float>(sum);
-  const int32_t bias = -zero * sum;  // at most 128 * 32 * 32639
+  // At most 128 * 32 * 32639; unsigned, as the sum of what was not finite is anything.
+  const uint32_t bias = 0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(sum);
   uint8_t* factors = record + (kInt16 ? 2 : 1) * kGroup;
   std::memcpy(factors, &scale, 4);
   std::memcpy(factors + 4, &scaled, 4);
