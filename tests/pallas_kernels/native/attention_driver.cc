@@ -193,7 +193,7 @@ void Fail(const char* what, int index) {
 
 template <class T>
 bool Same(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof(T));
+  return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(T)));
 }
 
 void Check(const Case& before, const std::vector<const Functions*>& all, Pool& pool, int index) {
