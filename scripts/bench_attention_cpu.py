@@ -157,8 +157,9 @@ def main() -> None:
                 row = timed(shape, kv, name, given.repeats, flush)
                 rows.append(asdict(row))
                 print(
-                    f"{kv:8} {name:9} rows {shape.decode:2} block {shape.chunk:3} at {shape.context:4}: {row.ms:7.2f} ms"
-                    f" (median {row.median_ms:7.2f}), {row.gb_per_s:5.1f} GB/s, {row.gflop_per_s:6.1f} GFLOP/s",
+                    f"{kv:8} {name:9} rows {shape.decode:2} block {shape.chunk:3} at {shape.context:4}:"
+                    f" {row.ms:7.2f} ms, median {row.median_ms:7.2f}, {row.gb_per_s:5.1f} GB/s,"
+                    f" {row.gflop_per_s:6.1f} GFLOP/s",
                     flush=True,
                 )
     if given.out:

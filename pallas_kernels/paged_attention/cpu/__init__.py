@@ -55,7 +55,6 @@ def rotary_attention(
         scale=np.float32(spec.scale),
         window=np.int32(spec.window or 0),
         soft_cap=np.float32(spec.soft_cap or 0),
-        simd=np.int32(0),
     )
     return out, pool.replace(pages_RKWC=pages, scale_RK2W=None if pool.scale_RK2W is None else scale)
 

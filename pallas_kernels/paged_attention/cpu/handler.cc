@@ -20,7 +20,7 @@ ffi::Error Refused(const std::string& why) {
 ffi::Error Impl(ffi::ThreadPool pool, Floats qkv, Floats cos, Floats sin, ffi::AnyBuffer pages, Floats scales,
                 Floats sinks, Ints first_row, Ints position, Ints table, Ints kv_len, Ints blk_seq, Ints blk_pos,
                 Ints blk_len, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> pages_out,
-                ffi::Result<Floats> scales_out, float scale, int32_t window, float soft_cap, int32_t simd) {
+                ffi::Result<Floats> scales_out, float scale, int32_t window, float soft_cap) {
   const auto shape = pages.dimensions();
   if (shape.size() != 4 || qkv.dimensions().size() != 2 || table.dimensions().size() != 2)
     return Refused("pages have four axes, qkv and the table two");
@@ -65,20 +65,16 @@ ffi::Error Impl(ffi::ThreadPool pool, Floats qkv, Floats cos, Floats sin, ffi::A
   const std::string why = refusal(step);
   if (!why.empty()) return Refused(why);
   const int threads = int(pool.num_threads());
-#if defined(__x86_64__)
-  const Functions& functions = simd == 256 ? avx2::GetAttentionFunctions() : best_functions();
-#else
-  const Functions& functions = best_functions();
-  (void)simd;
-#endif
-  run(step, functions, threads, [&](std::function<void()> f) { pool.Schedule(std::move(f)); });
+  static const std::vector<const Functions*> usable = usable_functions();
+  if (usable.empty()) return ffi::Error(ffi::ErrorCode::kUnimplemented, "rotary_attention: no instruction set");
+  run(step, *usable.front(), threads, [&](std::function<void()> f) { pool.Schedule(std::move(f)); });
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace headrace::attention
 
-// Its name outside is the symbol's. simd: widest vectors in bits, 0 for what the processor has.
+// Everything else in the library is hidden.
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* HeadraceRotaryAttention(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HeadraceRotaryAttention, headrace::attention::Impl,
@@ -102,5 +98,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HeadraceRotaryAttention, headrace::attention::Impl
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("window")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<int32_t>("simd"));
+                                  .Attr<float>("soft_cap"));

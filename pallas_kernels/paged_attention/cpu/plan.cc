@@ -201,15 +201,18 @@ void run(const Step& step, const Functions& functions, int threads,
   spread(int(plan.items.size()), total < kAloneCost ? 0 : threads - 1, attend, schedule);
 }
 
-const Functions& best_functions() {
+std::vector<const Functions*> usable_functions() {
+  std::vector<const Functions*> all;
 #if defined(__x86_64__)
-  static const bool has_512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                              __builtin_cpu_supports("avx512vnni");
-  return has_512 ? avx512::GetAttentionFunctions() : avx2::GetAttentionFunctions();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+    all.push_back(&avx512::GetAttentionFunctions());
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    all.push_back(&avx2::GetAttentionFunctions());
 #else
-  return neon::GetAttentionFunctions();
+  all.push_back(&neon::GetAttentionFunctions());
 #endif
+  return all;
 }
 
 }  // namespace headrace::attention
