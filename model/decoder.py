@@ -99,7 +99,8 @@ def forward_counting(
     num_layers = cfg.num_layers // shards.stage.size
 
     def run(batch: Batch, pool: KVPool) -> tuple[Array, KVPool, Array | None]:
-        is_real_T = real_tokens(batch.meta, batch.x_TD.shape[0]) if cfg.num_experts else None
+        asks = cfg.num_experts or kernels.implementation is Implementation.CPU
+        is_real_T = real_tokens(batch.meta, batch.x_TD.shape[0]) if asks else None
         layer = functools.partial(
             _layer, cfg=cfg, turn=batch.turn, meta=batch.meta, is_real_T=is_real_T, kernels=kernels, shards=shards
         )
@@ -139,10 +140,12 @@ def has_best_column(weights: Weights[Array], kernels: Kernels, shards: Shards) -
     return kernels.implementation is Implementation.CPU and is_alone and isinstance(_head(weights), TiledQuant)
 
 
-def best_token(weights: Weights[Array], hidden_TD: Array, *, kernels: Kernels) -> tuple[Array, Array]:
+def best_token(
+    weights: Weights[Array], hidden_TD: Array, is_real_T: Array | None = None, *, kernels: Kernels
+) -> tuple[Array, Array]:
     """What sampling takes without the logits in memory: (i32 [T] lowest id of the largest logit, any id where one is
-    NaN; bool [T] whether all logits are finite)."""
-    token_T, _, is_finite_T = api.best_column(hidden_TD, _head(weights), kernels=kernels)
+    NaN; bool [T] whether all logits are finite). is_real_T: False marks rows whose result nobody reads."""
+    token_T, _, is_finite_T = api.best_column(hidden_TD, _head(weights), real_M=is_real_T, kernels=kernels)
     return token_T, is_finite_T
 
 
@@ -223,7 +226,7 @@ def _layer(
     expert_layer: Array | None,
 ) -> tuple[Array, KVPool, Array | None]:
     if is_fused(w, cfg, kernels, shards):
-        return (*fused_layer(w, cfg, x_TD, pool, first_row, turn, meta, kernels, window=window), None)
+        return (*fused_layer(w, cfg, x_TD, pool, first_row, turn, meta, is_real_T, kernels, window=window), None)
     a_TD = rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps)
     attended_TD, pool = attention(w, cfg, a_TD, pool, first_row, turn, meta, kernels, window=window)
     # Each device has its heads' part of the sum over heads; the bias comes once.

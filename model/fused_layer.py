@@ -49,21 +49,22 @@ def fused_layer(
     first_row: Array,
     turn: Rotation,
     meta: AttnMeta,
+    real_T: Array | None,
     kernels: Kernels,
     *,
     window: int | None,
 ) -> tuple[Array, KVPool]:
-    """One layer that ``is_fused``. x_TD: float32. first_row: of this layer's page 0. window: see AttentionSpec.
+    """One layer that ``is_fused``. x_TD: float32. first_row: of this layer's page 0. real_T: i32, 0 marks padding. window: see AttentionSpec.
 
     Returns: (float32 [T, D], pool).
     """
     spec = AttentionSpec(scale=cfg.head_dim**-0.5, window=window)
     norm = Rms(w.attn_norm_D, cfg.rms_norm_eps)
-    qkv_TX = api.fused_matmul(x_TD, (w.q_DX, w.k_DY, w.v_DY), norm=norm, kernels=kernels)
+    qkv_TX = api.fused_matmul(x_TD, (w.q_DX, w.k_DY, w.v_DY), norm=norm, real_M=real_T, kernels=kernels)
     out_TX, pool = api.rotary_attention(
         qkv_TX, turn.cos_TH, turn.sin_TH, pool, first_row, meta, spec, sinks_N=w.sinks_N, kernels=kernels
     )
-    x_TD = api.fused_matmul(out_TX, (w.o_XD,), residual_MN=x_TD, kernels=kernels)
+    x_TD = api.fused_matmul(out_TX, (w.o_XD,), residual_MN=x_TD, real_M=real_T, kernels=kernels)
     norm = Rms(w.ffn_norm_D, cfg.rms_norm_eps)
-    gate_up_TF = api.fused_matmul(x_TD, (w.gate_DF, w.up_DF), norm=norm, kernels=kernels)
-    return api.fused_matmul(gate_up_TF, (w.down_FD,), is_gated=True, residual_MN=x_TD, kernels=kernels), pool
+    gate_up_TF = api.fused_matmul(x_TD, (w.gate_DF, w.up_DF), norm=norm, real_M=real_T, kernels=kernels)
+    return api.fused_matmul(gate_up_TF, (w.down_FD,), is_gated=True, residual_MN=x_TD, real_M=real_T, kernels=kernels), pool

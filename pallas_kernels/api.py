@@ -116,6 +116,7 @@ def fused_matmul(
     is_gated: bool = False,
     residual_MN: jax.Array | None = None,
     layer: jax.Array | int | None = None,
+    real_M: jax.Array | None = None,
     kernels: Kernels,
 ) -> jax.Array:
     """What lies between two attentions, in few passes: one input times weights side by side. CPU only.
@@ -126,22 +127,30 @@ def fused_matmul(
       norm: of the input, before the product; not together with is_gated.
       residual_MN: added to the result.
       layer: weights and norm are stacked over layers ([L, ...]), and this is the one that is meant.
+      real_M: integers, 0 marks a row of padding, which costs nothing and gives 0 whatever is in it; None = no padding.
     Returns: float32 [M, sum of N]. What a row gives does not depend on M or on the other rows, bit for bit.
     Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
     """
-    return _kernel("quant_matmul", kernels, "fused_matmul")(x_MK, weights, norm, is_gated, residual_MN, layer, kernels)
+    return _kernel("quant_matmul", kernels, "fused_matmul")(
+        x_MK, weights, norm, is_gated, residual_MN, layer, kernels, real_M
+    )
 
 
 def best_column(
-    x_MK: jax.Array, weight: TiledQuant, *, norm: Rms | None = None, kernels: Kernels
+    x_MK: jax.Array,
+    weight: TiledQuant,
+    *,
+    norm: Rms | None = None,
+    real_M: jax.Array | None = None,
+    kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The largest value of each row of fused_matmul(x, (weight,), norm=norm), and where it is; the product itself is
     never in memory. CPU only.
 
     Returns: (i32 [M] lowest column with the largest value, any one in range where there is NaN; float32 [M] its value;
-      bool [M] whether all values are finite).
+      bool [M] whether all values are finite); (0, 0, True) of padding, see fused_matmul.
     """
-    return _kernel("quant_matmul", kernels, "best_column")(x_MK, weight, norm, kernels)
+    return _kernel("quant_matmul", kernels, "best_column")(x_MK, weight, norm, kernels, real_M)
 
 
 def columns(weight: TiledQuant, index_T: jax.Array, *, kernels: Kernels) -> jax.Array:

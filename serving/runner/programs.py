@@ -60,7 +60,7 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: S
         if has_best_column(weights, kernels, shards):
             sampled, state = sample_or_best(
                 lambda: logits(weights, hidden_RD, kernels=kernels),
-                lambda: best_token(weights, hidden_RD, kernels=kernels),
+                lambda: best_token(weights, hidden_RD, fields.slot_Z != layout.config.num_slots, kernels=kernels),
                 *rows,
             )
         else:

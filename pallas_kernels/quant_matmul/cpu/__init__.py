@@ -27,6 +27,7 @@ def fused_matmul(
     residual_MN: jax.Array | None,
     layer: jax.Array | int | None,
     kernels: Kernels,
+    real_M: jax.Array | None = None,
 ) -> jax.Array:
     """See ``headrace.pallas_kernels.api.fused_matmul``."""
     if not 1 <= len(weights) <= MAX_WEIGHTS:
@@ -45,6 +46,7 @@ def fused_matmul(
         x_MK,
         none if norm is None else norm.scale_D,
         none if residual_MN is None else residual_MN,
+        _marks(x_MK, real_M),
         jnp.asarray(0 if layer is None else layer, jnp.int32),
         *(weight.blocks_NGU for weight in weights),
         forms=np.concatenate([_form(weight) for weight in weights]),
@@ -56,7 +58,7 @@ def fused_matmul(
 
 
 def best_column(
-    x_MK: jax.Array, weight: TiledQuant, norm: Rms | None, kernels: Kernels
+    x_MK: jax.Array, weight: TiledQuant, norm: Rms | None, kernels: Kernels, real_M: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``headrace.pallas_kernels.api.best_column``."""
     _check(x_MK, weight, is_gated=False, lead=0)
@@ -70,6 +72,7 @@ def best_column(
         call(
             x_MK,
             jnp.zeros((0,), jnp.float32) if norm is None else norm.scale_D,
+            _marks(x_MK, real_M),
             weight.blocks_NGU,
             form=_form(weight),
             eps=np.float32(0 if norm is None else norm.eps),
@@ -86,6 +89,14 @@ def columns(weight: TiledQuant, index_T: jax.Array, kernels: Kernels) -> jax.Arr
     shape = (*index_T.shape, weight.num_rows)
     call = jax.ffi.ffi_call("HeadraceColumns", jax.ShapeDtypeStruct(shape, jnp.float32))
     return call(index_T, weight.blocks_NGU, form=_form(weight))
+
+
+def _marks(x_MK: jax.Array, real_M: jax.Array | None) -> jax.Array:
+    if real_M is None:
+        return jnp.zeros((0,), jnp.int32)
+    if real_M.shape != x_MK.shape[:1]:
+        raise UnsupportedCase(f"marks of shape {real_M.shape} for {x_MK.shape[0]} rows")
+    return real_M.astype(jnp.int32)
 
 
 def _form(weight: TiledQuant) -> np.ndarray:

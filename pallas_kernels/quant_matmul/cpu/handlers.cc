@@ -1,5 +1,7 @@
 // XLA's calls: shapes are checked, then products.h does the work on threads of XLA's pool.
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "native/handler.h"
 #include "quant_matmul/cpu/products.h"
@@ -66,6 +68,23 @@ ffi::Error ReadInput(F32 x, F32 norm, bool is_gated, float eps, bool is_stacked,
   return ffi::Error::Success();
 }
 
+// Leaves out the rows of padding, where `real` says which they are (0; empty: there are none). All rows of the results
+// must be cleared before: nothing is written to those.
+ffi::Error LeaveOut(ffi::Buffer<ffi::S32> real, Input& input, int64_t& all_rows) {
+  static thread_local std::vector<int32_t> rows;
+  all_rows = input.rows;
+  if (real.element_count() == 0) return ffi::Error::Success();
+  if (int64_t(real.element_count()) != all_rows)
+    return Invalid(std::to_string(real.element_count()) + " marks of " + std::to_string(all_rows) + " rows");
+  rows.clear();
+  for (int64_t r = 0; r < all_rows; r++)
+    if (real.typed_data()[r]) rows.push_back(int32_t(r));
+  input.rows = int64_t(rows.size());
+  // Rows in front need no list: they are where they are.
+  if (!rows.empty() && rows.back() + 1 != input.rows) input.row_of = rows.data();
+  return ffi::Error::Success();
+}
+
 ffi::Error ReadKernels(int64_t mode, const MicroKernels*& kernels) {
   kernels = HEADRACE_CHOSEN(GetQuantKernels);
   if (kernels == nullptr)
@@ -84,8 +103,8 @@ struct Pool {
   Workers AsWorkers() { return {int(pool.num_threads()), this, Run}; }
 };
 
-ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> layer,
-                       ffi::RemainingArgs blocks, ffi::ResultBuffer<ffi::F32> out, Attribute forms, bool is_stacked,
+ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> real,
+                       ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs blocks, ffi::ResultBuffer<ffi::F32> out, Attribute forms, bool is_stacked,
                        bool is_gated, float eps, int64_t mode) {
   const size_t count = blocks.size();
   if (count < 1 || count > kMaxWeights || forms.size() != count * kFormNumbers)
@@ -114,14 +133,20 @@ ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, f
   const auto added = residual.dimensions();
   if (has_residual && (added.size() != 2 || added[0] != shape[0] || added[1] != shape[1]))
     return Invalid("a residual of shape " + Shape(added) + " for a result of shape " + Shape(shape));
+  int64_t all_rows;
+  if (ffi::Error error = LeaveOut(real, input, all_rows); error.failure()) return error;
+  if (input.row_of)
+    std::fill_n(out->typed_data(), all_rows * columns, 0.f);
+  else
+    std::fill(out->typed_data() + input.rows * columns, out->typed_data() + all_rows * columns, 0.f);
   Pool pool{threads};
   Multiply(*kernels, Mode(mode), input, weights, int(count), has_residual ? residual.typed_data() : nullptr,
            out->typed_data(), pool.AsWorkers());
   return ffi::Error::Success();
 }
 
-ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<ffi::U8> blocks,
-                         ffi::ResultBuffer<ffi::S32> column, ffi::ResultBuffer<ffi::F32> value,
+ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<ffi::S32> real,
+                         ffi::Buffer<ffi::U8> blocks, ffi::ResultBuffer<ffi::S32> column, ffi::ResultBuffer<ffi::F32> value,
                          ffi::ResultBuffer<ffi::PRED> is_finite, Attribute form, float eps, int64_t mode) {
   if (form.size() != kFormNumbers) return Invalid(std::to_string(form.size()) + " numbers of a form");
   const MicroKernels* kernels;
@@ -133,6 +158,11 @@ ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<f
   for (int64_t rows : {int64_t(column->element_count()), int64_t(value->element_count()),
                        int64_t(is_finite->element_count())})
     if (rows != input.rows) return Invalid(std::to_string(rows) + " results of " + std::to_string(input.rows) + " rows");
+  int64_t all_rows;
+  if (ffi::Error error = LeaveOut(real, input, all_rows); error.failure()) return error;
+  std::fill_n(column->typed_data(), all_rows, 0);
+  std::fill_n(value->typed_data(), all_rows, 0.f);
+  std::fill_n(is_finite->typed_data(), all_rows, true);
   Pool pool{threads};
   BestColumn(*kernels, Mode(mode), input, weight.value(), column->typed_data(), value->typed_data(),
              is_finite->typed_data(), pool.AsWorkers());
@@ -159,13 +189,14 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Blocks = ffi::Buffer<ffi::U8>;
 using Numbers = ffi::Span<const int64_t>;
 
-// x, norm, residual (empty: none), layer, blocks of each weight
+// x, norm, residual (empty: none), real (empty: all), layer, blocks of each weight
 HEADRACE_HANDLER(HeadraceFusedMatmul, headrace::quant::FusedMatmul,
                  ffi::Ffi::Bind()
                      .Ctx<ffi::ThreadPool>()
                      .Arg<Floats>()
                      .Arg<Floats>()
                      .Arg<Floats>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
                      .Arg<ffi::Buffer<ffi::S32>>()
                      .RemainingArgs()
                      .Ret<Floats>()
@@ -175,12 +206,13 @@ HEADRACE_HANDLER(HeadraceFusedMatmul, headrace::quant::FusedMatmul,
                      .Attr<float>("eps")
                      .Attr<int64_t>("mode"));
 
-// x, norm (empty: none), blocks
+// x, norm (empty: none), real (empty: all), blocks
 HEADRACE_HANDLER(HeadraceBestColumn, headrace::quant::BestOfColumns,
                  ffi::Ffi::Bind()
                      .Ctx<ffi::ThreadPool>()
                      .Arg<Floats>()
                      .Arg<Floats>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
                      .Arg<Blocks>()
                      .Ret<ffi::Buffer<ffi::S32>>()
                      .Ret<Floats>()

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kChunkRows = 128;    // whose prepared activations stay in L2
 constexpr int64_t kItemsPerThread = 8; // enough to even out, few enough that claiming costs nothing
 constexpr double kSmall = 6e4;         // multiplications below which handing over costs more than it saves
+constexpr int64_t kPartTiles = 4;      // tiles that are computed apart at a time: 32 KiB at 128 rows, on the stack
 constexpr int64_t kBestTiles = 8;      // tiles of logits at a time: 64 KiB at 128 rows
 
 // Grows, and is used again by the next product on this thread: fresh pages would cost more than a small product.
@@ -57,7 +58,7 @@ class Activations {
   void Prepare(int64_t first, int64_t rows, const Workers& workers) {
     static thread_local Scratch floats, records[kMaxWeights];
     rows_ = rows;
-    const bool is_plain = !input_.is_gated && !input_.norm;
+    const bool is_plain = !input_.is_gated && !input_.norm && !input_.row_of;
     const bool is_direct = is_plain && input_.k == padded_;
     x_ = is_direct ? input_.x + first * input_.k : reinterpret_cast<float*>(floats.Get(size_t(rows * padded_) * 4));
     ldx_ = padded_;
@@ -100,7 +101,7 @@ class Activations {
 
   void PrepareRow(int64_t row, float* out) const {
     const int64_t k = input_.k;
-    const float* x = input_.x + row * k * (input_.is_gated ? 2 : 1);
+    const float* x = input_.x + input_.Row(row) * k * (input_.is_gated ? 2 : 1);
     if (input_.is_gated)
       kernels_.gated(x, x + k, k, out);
     else if (input_.norm)
@@ -146,19 +147,25 @@ void Multiply(const MicroKernels& kernels, Mode mode, const Input& input, const 
         const int64_t full = weight.columns / kTile;  // the last tile may have columns of padding
         const int64_t t0 = std::max(begin - tile, int64_t(0)), t1 = std::min(end - tile, weight.Tiles());
         if (t0 >= t1) continue;
-        float* y = out + r0 * columns + column;
-        if (t0 < full) activations.Multiply(weight, i, t0, std::min(t1, full) - t0, y + t0 * kTile, columns);
-        if (t1 > full) {
-          float part[kChunkRows * kTile];
-          activations.Multiply(weight, i, full, 1, part, kTile);
+        float* y = out + column;
+        const int64_t apart = input.row_of ? t0 : full;  // tiles from here on are computed elsewhere, then copied
+        if (t0 < apart)
+          activations.Multiply(weight, i, t0, std::min(t1, apart) - t0, y + r0 * columns + t0 * kTile, columns);
+        for (int64_t t = std::max(t0, apart); t < t1; t += kPartTiles) {
+          float part[kChunkRows * kPartTiles * kTile];
+          const int64_t ld = kPartTiles * kTile, wide = std::min((t1 - t) * kTile, ld);
+          activations.Multiply(weight, i, t, wide / kTile, part, ld);
           for (int64_t r = 0; r < rows; r++)
-            std::copy_n(part + r * kTile, weight.columns - full * kTile, y + r * columns + full * kTile);
+            std::copy_n(part + r * ld, std::min(wide, weight.columns - t * kTile),
+                        y + input.Row(r0 + r) * columns + t * kTile);
         }
         if (!residual) continue;
-        const float* add = residual + r0 * columns + column;
+        const float* add = residual + column;
         const int64_t c0 = t0 * kTile, c1 = std::min(t1 * kTile, weight.columns);
-        for (int64_t r = 0; r < rows; r++)
-          for (int64_t c = c0; c < c1; c++) y[r * columns + c] += add[r * columns + c];
+        for (int64_t r = 0; r < rows; r++) {
+          const int64_t at = input.Row(r0 + r) * columns;
+          for (int64_t c = c0; c < c1; c++) y[at + c] += add[at + c];
+        }
       }
     });
   }
@@ -206,9 +213,10 @@ void BestColumn(const MicroKernels& kernels, Mode mode, const Input& input, cons
         if (here.value > best.value) best = here;
         best.finite = finite;
       }
-      column[r0 + r] = int32_t(best.index);
-      value[r0 + r] = best.value;
-      is_finite[r0 + r] = best.finite;
+      const int64_t row = input.Row(r0 + r);
+      column[row] = int32_t(best.index);
+      value[row] = best.value;
+      is_finite[row] = best.finite;
     }
   }
 }

@@ -23,6 +23,8 @@ struct Input {
   bool is_gated;
   const float* norm;  // [k], or null
   float eps;
+  const int32_t* row_of = nullptr;  // which row of x, and of the results, each row is; null where they are the same
+  int64_t Row(int64_t r) const { return row_of ? row_of[r] : r; }
 };
 
 // body(context, item) for items 0 .. n, in any order, on any threads; returns when all are done.
