@@ -67,4 +67,6 @@ def fused_layer(
     x_TD = api.fused_matmul(out_TX, (w.o_XD,), residual_MN=x_TD, real_M=real_T, kernels=kernels)
     norm = Rms(w.ffn_norm_D, cfg.rms_norm_eps)
     gate_up_TF = api.fused_matmul(x_TD, (w.gate_DF, w.up_DF), norm=norm, real_M=real_T, kernels=kernels)
-    return api.fused_matmul(gate_up_TF, (w.down_FD,), is_gated=True, residual_MN=x_TD, real_M=real_T, kernels=kernels), pool
+    return api.fused_matmul(
+        gate_up_TF, (w.down_FD,), is_gated=True, residual_MN=x_TD, real_M=real_T, kernels=kernels
+    ), pool

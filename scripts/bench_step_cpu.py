@@ -51,7 +51,10 @@ class Bench:
         self.config = SchedulerConfig(
             num_slots=num_slots, page_size=PAGE, num_pages=pages, max_context=2048, chunk_tokens=256, **shapes
         )
-        self.state, self.pool = make_state(model.config, self.config, backend), make_pool(model.config, self.config, backend)
+        self.state, self.pool = (
+            make_state(model.config, self.config, backend),
+            make_pool(model.config, self.config, backend),
+        )
         self.free = np.random.default_rng(0).permutation(np.arange(1, pages)).tolist()
 
     def pages(self, tokens: int) -> tuple[int, ...]:
@@ -62,7 +65,13 @@ class Bench:
         layout = InputLayout(bucket, self.config, self.model.config.vocab_size)
         kept, self.free = self.free, list(self.free)
         decode = tuple(
-            DecodeRow(slot=SlotRef(i, 0), position=context, input_token=100 + i, page_ids=self.pages(context + 1), output_index=1)
+            DecodeRow(
+                slot=SlotRef(i, 0),
+                position=context,
+                input_token=100 + i,
+                page_ids=self.pages(context + 1),
+                output_index=1,
+            )
             for i in range(rows)
         )
         ids = tuple(int(x) for x in np.random.default_rng(1).integers(100, 40_000, prompt))
@@ -169,7 +178,11 @@ def main() -> int:
     wishes = Wishes(attention="cpu", activations=args.activations, kv_dtype=args.kv_dtype)
     backend = with_forms(choose_backend(jax.local_devices()[0], wishes), path)
     model = load_placed(path, backend)
-    tiled = [x for x in jax.tree.leaves(model.weights, is_leaf=lambda x: isinstance(x, TiledQuant)) if isinstance(x, TiledQuant)]
+    tiled = [
+        x
+        for x in jax.tree.leaves(model.weights, is_leaf=lambda x: isinstance(x, TiledQuant))
+        if isinstance(x, TiledQuant)
+    ]
     bench = Bench(model, backend, args.slots)
     decode = [rows for rows in bench.config.decode_rows]
     steps = []

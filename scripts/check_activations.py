@@ -80,8 +80,7 @@ def forced(path: str, activations: Activations, prompts: list[Reference]) -> Jso
     )
     scores = [decoder.scores(prompt.prompt_ids, prompt.ids) for prompt in prompts]
     off = np.abs(
-        np.array([value for of in scores for value, _ in of])
-        - np.concatenate([prompt.logprobs for prompt in prompts])
+        np.array([value for of in scores for value, _ in of]) - np.concatenate([prompt.logprobs for prompt in prompts])
     )
     is_best = np.array([best for of in scores for _, best in of])
     gaps = np.concatenate([prompt.gaps for prompt in prompts])[~is_best]

@@ -39,7 +39,10 @@ def try_cpu_kernels(
     if mesh is not None:
         return "", "they run on one device, and --mesh has several"
     if dtype != np.float32:
-        return "", f"they read float32 and --dtype is {dtype.name} (take --dtype float32; --weights bf16 halves weights)"
+        return (
+            "",
+            f"they read float32 and --dtype is {dtype.name} (take --dtype float32; --weights bf16 halves weights)",
+        )
     if kv_dtype.name not in KV_DTYPES:
         return "", f"they have no --kv-dtype {kv_dtype.name} (they have {', '.join(KV_DTYPES)})"
     try:
