@@ -1,70 +1,99 @@
-// Runs independent items on the calling thread and on helpers borrowed from XLA's intra-op pool.
+// Runs independent items on the calling thread and on helpers borrowed from a thread pool.
+//
+// A handler that waits for tasks it has scheduled can hang: it may itself sit on the only free worker of that pool. So
+// nobody here waits for a task to start. The caller publishes its items as a count of what is left, takes items off it
+// like any helper, and in the end waits only for items that somebody has taken and is running. Helpers that come late,
+// or never, cost speed and nothing else.
 #pragma once
-#include <immintrin.h>
+#include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace {
+
+inline void Pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // "yield" is a no-op on most cores
+#endif
+}
 
 class Team {
  public:
-  using Fn = void (*)(void* ctx, int item);
-  std::atomic<int> linger_us{200};
+  static constexpr int kJobs = 8;
+  // How long a helper looks for more work after its last item before it gives its worker back: handing an item to a
+  // waiting helper costs about 1 us, waking a sleeping worker up to 900. One that found nothing at all looks a quarter
+  // as long: where many handlers run at once, the worker has better to do.
+  static constexpr int kLingerUs = 200;
 
-  // schedule(f): put f() on the pool. helpers: how many helpers we would like (threads - 1).
+  // A team without jobs in it may be destroyed; the one of the process never is.
+  explicit Team(int linger_us = kLingerUs) : linger_us_(linger_us) {}
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // The process' own. It outlives every pool: a helper may still look at it while static objects are destroyed.
+  static Team& Global();
+
+  // body(item) for each item in [0, n), each once, in any order, on any thread; returns when all are done.
+  // n: any. helpers: at most this many threads besides the caller are asked for (threads - 1); 0 = the caller alone.
+  // schedule(task): puts task() on a pool, or runs it at once; may be called min(helpers, n - 1) times.
+  // A body must not throw (the process ends) and must not wait for other items; it may call Run itself.
+  // Any number of threads may call Run at once: kJobs of them share the helpers, more run alone.
   template <class Body, class Schedule>
   void Run(int n, int helpers, Body& body, Schedule&& schedule) {
-    if (n <= 0) return;
-    if (n == 1 || helpers <= 0 || !busy_.try_lock()) {  // another program owns the team: run alone
-      for (int i = 0; i < n; i++) body(i);
+    const Item item = [](void* context, int i) noexcept { (*static_cast<Body*>(context))(i); };
+    void* const context = const_cast<void*>(static_cast<const void*>(std::addressof(body)));
+    Job* const job = n > 1 && helpers > 0 ? Post(n, item, context) : nullptr;
+    if (job == nullptr) {
+      for (int i = 0; i < n; i++) item(context, i);
       return;
     }
-    fn_ = [](void* c, int i) { (*static_cast<Body*>(c))(i); };
-    ctx_ = &body;
-    done_.store(0, std::memory_order_relaxed);
-    uint64_t epoch = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
-    ticket_.store(epoch << 32 | uint64_t(n) << 16, std::memory_order_release);
-    for (int a = active_.load(); a < helpers; a = active_.load()) {
-      active_.fetch_add(1);
-      schedule([this] { Helper(); });
-    }
-    while (Claim()) {}
-    while (done_.load(std::memory_order_acquire) < n) _mm_pause();
-    busy_.unlock();
-  }
-  static Team& Global() { static Team* t = new Team; return *t; }
-
- private:
-  bool Claim() {
-    uint64_t t = ticket_.load(std::memory_order_acquire);
-    for (;;) {
-      uint32_t n = (t >> 16) & 0xffff, i = t & 0xffff;
-      if (i >= n) return false;
-      if (ticket_.compare_exchange_weak(t, t + 1, std::memory_order_acq_rel)) {
-        fn_(ctx_, int(i));
-        done_.fetch_add(1, std::memory_order_release);
-        return true;
+    // Counted, not "until there are enough": a pool without workers runs the task here and now, and it is gone again.
+    const int wanted = std::min(helpers, n - 1);
+    for (int asked = 0; asked < wanted && Hire(wanted); asked++) {
+      try {
+        schedule([this, caller = std::this_thread::get_id()] { Help(std::this_thread::get_id() != caller); });
+      } catch (...) {  // no memory for the task: then without it; items are published and must be finished
+        Dismiss();
+        break;
       }
     }
+    Finish(*job);
   }
-  void Helper() {
-    using clk = std::chrono::steady_clock;
-    auto last = clk::now();
-    for (;;) {
-      bool any = false;
-      while (Claim()) any = true;
-      auto now = clk::now();
-      if (any) { last = now; continue; }
-      if (now - last >= std::chrono::microseconds(linger_us.load(std::memory_order_relaxed))) break;
-      for (int i = 0; i < 8; i++) _mm_pause();
-    }
-    active_.fetch_sub(1);
-  }
-  alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<int> done_{0};
-  alignas(64) std::atomic<int> active_{0};
-  Fn fn_ = nullptr;
-  void* ctx_ = nullptr;
-  std::mutex busy_;
+
+ private:
+  using Item = void (*)(void* context, int item) noexcept;
+
+  // left: items that nobody has taken. Whoever lowers it from v to v - 1 owns item num_items - v of the job that is
+  // there at that moment; the rest is read after that, so it does not matter which job was there when v was read (no
+  // ABA), and Finish cannot return before the owner is done.
+  struct Job {
+    alignas(64) std::atomic<int> left{0};
+    alignas(64) std::atomic<int> done{0};
+    alignas(64) std::atomic<bool> is_taken{false};
+    int num_items = 0;
+    Item item = nullptr;
+    void* context = nullptr;
+  };
+
+  Job* Post(int n, Item item, void* context);
+  bool Hire(int wanted);
+  void Dismiss();
+  void Help(bool may_linger);
+  void Finish(Job& job);
+  static bool Claim(Job& job);
+  bool ClaimAny();
+
+  const int linger_us_;
+  Job jobs_[kJobs];
+  alignas(64) std::atomic<int> hired_{0};
 };
 
+}  // namespace headrace
+
+using headrace::Team;
