@@ -261,23 +261,46 @@ void Softmax(const Step& step, const Work& work, int row, int first, int last) {
     for (int i = 0; i < kBlock; i += kLanes) Store(weight + i, Mul(Load(weight + i), Load(work.value_scale + i)));
 }
 
-// Keys [first, last) of the block, transposed, and where values are; `ahead`: the tokens read after it, or 0.
+// First of the eight tokens that start at this one; they share a page.
+template <class T>
+const T* TokensAt(const Step& step, const Tile& tile, int kv, int token) {
+  const int64_t head = page_row(step, tile.sequence, token) * step.kv_heads + kv;
+  return static_cast<const T*>(step.pages) + (head * step.page_tokens + token % step.page_tokens) * 2 * step.head_dim;
+}
+
+// Draws the block into the cache in the order of memory, before keys and values are read apart. Loads, eight in a row
+// of code, because the processor's own prefetchers follow them (cold, one thread: 24 GB/s; one load in a loop 19), and
+// prefetch instructions for all of the next block are slower than none for most of it. The first lines of each page
+// behind are asked for ahead, so that the prefetchers find them. A decode step of 32 rows at 200 tokens: 17.8 ms
+// with all of this, 22.8 with prefetches alone, 26.6 with nothing (one thread, 30 layers).
+template <class T>
+void DrawBlock(const Step& step, const Tile& tile, int kv, int block, int first, int last) {
+  constexpr int kLine = 64, kAhead = 8;
+  const int bytes = 8 * 2 * step.head_dim * int(sizeof(T)), end = last_key(tile);  // a multiple of two lines
+  for (int j = first & ~7; j < last; j += 8) {
+    const int token = block * kBlock + j;
+    if (token + kBlock < end) {
+      const char* ahead = reinterpret_cast<const char*>(TokensAt<T>(step, tile, kv, token + kBlock));
+      for (int b = 0; b < Least(bytes, kAhead * kLine); b += kLine) __builtin_prefetch(ahead + b, 0, 3);
+    }
+    const volatile char* at = reinterpret_cast<const volatile char*>(TokensAt<T>(step, tile, kv, token));
+    int b = 0;
+    for (; b + 8 * kLine <= bytes; b += 8 * kLine)
+#pragma GCC unroll 8
+      for (int l = 0; l < 8; l++) (void)at[b + l * kLine];
+    for (; b < bytes; b += kLine) (void)at[b];
+  }
+}
+
+// Keys [first, last) of the block, transposed, and where its values are.
 template <class T>
 void ReadBlock(const Step& step, const Tile& tile, int kv, int block, int first, int last, Work& work) {
   const int width = step.head_dim, stride = 2 * width, padded = padded_of(step);
   const bool in_place = sizeof(T) == 4 && width % kLanes == 0;
-  const int ahead_last = last_key(tile);
+  DrawBlock<T>(step, tile, kv, block, first, last);
   for (int j = first & ~7; j < last; j += 8) {  // eight tokens share a page
     const int token = block * kBlock + j, offset = token % step.page_tokens;
-    const int64_t head = page_row(step, tile.sequence, token) * step.kv_heads + kv;
-    const T* keys = static_cast<const T*>(step.pages) + (head * step.page_tokens + offset) * stride;
-    if (token + kBlock < ahead_last) {
-      const int next = token + kBlock;
-      const int64_t next_head = page_row(step, tile.sequence, next) * step.kv_heads + kv;
-      const char* at = reinterpret_cast<const char*>(
-          static_cast<const T*>(step.pages) + (next_head * step.page_tokens + next % step.page_tokens) * stride);
-      for (int b = 0; b < 8 * stride * int(sizeof(T)); b += 64) __builtin_prefetch(at + b, 0, 2);
-    }
+    const T* keys = TokensAt<T>(step, tile, kv, token);
     for (int i = 0; i < width; i += 8) Transpose8(keys + i, stride, work.keys + i * kBlock + j, kBlock);
     for (int u = 0; u < 8; u++) {
       const T* from = keys + u * stride + width;
@@ -291,6 +314,7 @@ void ReadBlock(const Step& step, const Tile& tile, int kv, int block, int first,
       if (padded > width) std::memset(to + width, 0, sizeof(float) * (padded - width));
     }
     if (step.scales) {
+      const int64_t head = page_row(step, tile.sequence, token) * step.kv_heads + kv;
       const float* scale = step.scales + head * 2 * step.page_tokens + offset;
       std::memcpy(work.key_scale + j, scale, 32);
       std::memcpy(work.value_scale + j, scale + step.page_tokens, 32);

@@ -77,10 +77,3 @@ inline int64_t scratch_floats(const Step& step) {
 }  // namespace
 
 }  // namespace headrace::attention
-
-#if defined(__x86_64__)
-namespace headrace::avx2 { const attention::Functions& GetAttentionFunctions(); }
-namespace headrace::avx512 { const attention::Functions& GetAttentionFunctions(); }
-#else
-namespace headrace::neon { const attention::Functions& GetAttentionFunctions(); }
-#endif

@@ -2,8 +2,8 @@
 #include <functional>
 #include <string>
 
+#include "native/handler.h"
 #include "paged_attention/cpu/plan.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -65,37 +65,34 @@ ffi::Error Impl(ffi::ThreadPool pool, Floats qkv, Floats cos, Floats sin, ffi::A
   const std::string why = refusal(step);
   if (!why.empty()) return Refused(why);
   const int threads = int(pool.num_threads());
-  static const std::vector<const Functions*> usable = usable_functions();
-  if (usable.empty()) return ffi::Error(ffi::ErrorCode::kUnimplemented, "rotary_attention: no instruction set");
-  run(step, *usable.front(), threads, [&](std::function<void()> f) { pool.Schedule(std::move(f)); });
+  const Functions* const functions = chosen_functions();
+  if (functions == nullptr) return ffi::Error(ffi::ErrorCode::kUnimplemented, "rotary_attention: no instruction set");
+  run(step, *functions, threads, [&](std::function<void()> f) { pool.Schedule(std::move(f)); });
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace headrace::attention
 
-// Everything else in the library is hidden.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* HeadraceRotaryAttention(XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HeadraceRotaryAttention, headrace::attention::Impl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("scale")
-                                  .Attr<int32_t>("window")
-                                  .Attr<float>("soft_cap"));
+HEADRACE_HANDLER(HeadraceRotaryAttention, headrace::attention::Impl,
+                 ffi::Ffi::Bind()
+                     .Ctx<ffi::ThreadPool>()
+                     .Arg<ffi::Buffer<ffi::F32>>()
+                     .Arg<ffi::Buffer<ffi::F32>>()
+                     .Arg<ffi::Buffer<ffi::F32>>()
+                     .Arg<ffi::AnyBuffer>()
+                     .Arg<ffi::Buffer<ffi::F32>>()
+                     .Arg<ffi::Buffer<ffi::F32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Arg<ffi::Buffer<ffi::S32>>()
+                     .Ret<ffi::Buffer<ffi::F32>>()
+                     .Ret<ffi::AnyBuffer>()
+                     .Ret<ffi::Buffer<ffi::F32>>()
+                     .Attr<float>("scale")
+                     .Attr<int32_t>("window")
+                     .Attr<float>("soft_cap"));

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "native/cpu_features.h"
 #include "native/team.h"
+
+HEADRACE_DECLARE(headrace::attention::Functions, GetAttentionFunctions)
 
 namespace headrace::attention {
 namespace {
@@ -13,7 +16,6 @@ constexpr int kItemsPerThread = 4;     // so that threads end within a quarter o
 constexpr int kMaxTileTokens = 32;
 constexpr int64_t kMaxPartsFloats = 8 << 20;  // 32 MB; beyond it, contexts are not split
 constexpr int64_t kAloneCost = 64;     // rows times blocks: below, waking a thread costs more than it gives
-constexpr int kMaxItems = 30000;       // of one run of the team
 
 int blocks_first(const Step& step, const Tile& tile) { return first_key(step, tile) / kBlock; }
 int blocks_last(const Tile& tile) { return (last_key(tile) + kBlock - 1) / kBlock; }
@@ -147,11 +149,7 @@ std::vector<TokenAt> tokens_of(const Step& step, int64_t padding_zeroed) {
 
 template <class Body>
 void spread(int count, int helpers, Body& body, const std::function<void(std::function<void()>)>& schedule) {
-  const int runs = std::min(count, kMaxItems);
-  auto several = [&](int i) {
-    for (; i < count; i += runs) body(i);
-  };
-  Team::Global().Run(runs, helpers, several, [&](auto f) { schedule(std::function<void()>(f)); });
+  Team::Global().Run(count, helpers, body, [&](auto task) { schedule(std::function<void()>(task)); });
 }
 
 }  // namespace
@@ -201,18 +199,6 @@ void run(const Step& step, const Functions& functions, int threads,
   spread(int(plan.items.size()), total < kAloneCost ? 0 : threads - 1, attend, schedule);
 }
 
-std::vector<const Functions*> usable_functions() {
-  std::vector<const Functions*> all;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
-    all.push_back(&avx512::GetAttentionFunctions());
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    all.push_back(&avx2::GetAttentionFunctions());
-#else
-  all.push_back(&neon::GetAttentionFunctions());
-#endif
-  return all;
-}
+const Functions* chosen_functions() { return HEADRACE_TABLE(GetAttentionFunctions); }
 
 }  // namespace headrace::attention

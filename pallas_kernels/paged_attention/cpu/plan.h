@@ -41,7 +41,7 @@ Plan planned(const Step& step, int threads);
 void run(const Step& step, const Functions& functions, int threads,
          const std::function<void(std::function<void()>)>& schedule);
 
-// Of the instruction sets that this processor has, the best first; they give the same bits.
-std::vector<const Functions*> usable_functions();
+// Of the chosen instruction set (all give the same bits), or null where this processor has none.
+const Functions* chosen_functions();
 
 }  // namespace headrace::attention

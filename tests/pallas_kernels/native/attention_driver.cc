@@ -5,19 +5,18 @@
 // Usage: attention_driver [steps] [seed]; prints what it did, exit 1 at the first difference.
 #include <chrono>
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <limits>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "native/cpu_features.h"
 #include "paged_attention/cpu/plan.h"
+#include "thread_pool.h"
 
 using namespace headrace;
 using attention::Functions;
@@ -27,42 +26,6 @@ using attention::Step;
 using attention::Stored;
 
 namespace {
-
-class Pool {  // a few threads, as XLA's
- public:
-  explicit Pool(int count) {
-    for (int i = 0; i < count; i++) threads_.emplace_back([this] { Work(); });
-  }
-  ~Pool() {
-    { std::lock_guard<std::mutex> lock(mutex_); is_over_ = true; }
-    ready_.notify_all();
-    for (auto& thread : threads_) thread.join();
-  }
-  void Schedule(std::function<void()> task) {
-    { std::lock_guard<std::mutex> lock(mutex_); tasks_.push_back(std::move(task)); }
-    ready_.notify_one();
-  }
-
- private:
-  void Work() {
-    for (;;) {
-      std::function<void()> task;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        ready_.wait(lock, [this] { return is_over_ || !tasks_.empty(); });
-        if (tasks_.empty()) return;
-        task = std::move(tasks_.front());
-        tasks_.pop_front();
-      }
-      task();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable ready_;
-  std::deque<std::function<void()>> tasks_;
-  std::vector<std::thread> threads_;
-  bool is_over_ = false;
-};
 
 struct Case {
   Step step{};
@@ -196,7 +159,7 @@ bool Same(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || !std::memcmp(a.data(), b.data(), a.size() * sizeof(T)));
 }
 
-void Check(const Case& before, const std::vector<const Functions*>& all, Pool& pool, int index) {
+void Check(const Case& before, const std::vector<const Functions*>& all, ThreadPool& pool, int index) {
   auto schedule = [&](std::function<void()> task) { pool.Schedule(std::move(task)); };
   Case first = before;
   first.Point();
@@ -228,8 +191,11 @@ void Check(const Case& before, const std::vector<const Functions*>& all, Pool& p
 int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 100;
   std::mt19937 random(argc > 2 ? std::atoi(argv[2]) : 1);
-  std::vector<const Functions*> all = attention::usable_functions();
-  Pool pool(6);
+  std::vector<const Functions*> all;
+  for (const char* name : {"avx512", "avx2", "neon"})
+    if (HeadraceUseIsa(name) == 0) all.push_back(attention::chosen_functions());
+  if (all.empty()) Fail("no instruction set", 0);
+  ThreadPool pool(6);
   for (int i = 0; i < steps; i++) Check(MakeCase(random), all, pool, i);
   std::this_thread::sleep_for(std::chrono::milliseconds(5));  // helpers let go of the team
   std::printf("%d steps, %zu instruction sets, threads 1, 2, 3, 7: equal\n", steps, all.size());
