@@ -31,7 +31,7 @@ CHECKS := golden metamorphic interpret load load-memory faults cases start bench
 CHECKS += journal fuzz cancels memory-slope
 CHECKS += overload fairness gap
 CHECKS += simulation isolation
-CHECKS += probe
+CHECKS += probe native
 CHECKS += deterministic swap
 STRICT := bench core engine edge
 

@@ -61,7 +61,7 @@ def make(directory: Path, key: str, fill: Callable[[Path], dict[str, Any]], wait
     process has the lock. Raises BuildError, also as fill does.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_private(directory)
         check_owned(directory)
         directory.chmod(0o700)
         with _locked(directory, waiting):
@@ -146,6 +146,13 @@ def check_owned(path: Path) -> None:
                 f"{parent} may be written by every user (mode {stat.S_IMODE(mode):04o}), who could replace {path}, and "
                 f"code would be loaded from there: give another cache directory"
             )
+
+
+def _make_private(directory: Path) -> None:
+    """Like mkdir with parents, which gives the mode to the last one alone."""
+    if not directory.is_dir():
+        _make_private(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _sha256(path: Path) -> str:

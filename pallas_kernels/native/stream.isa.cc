@@ -4,7 +4,15 @@
 namespace headrace::HEADRACE_ISA {
 namespace {
 
-using Words = uint64_t __attribute__((vector_size(64), aligned(8), may_alias));
+// One register: GCC 12 takes wider ones apart through the stack.
+#if defined(HEADRACE_ISA_AVX512)
+constexpr size_t kBytes = 64;
+#elif defined(HEADRACE_ISA_AVX2)
+constexpr size_t kBytes = 32;
+#else
+constexpr size_t kBytes = 16;
+#endif
+using Words = uint64_t __attribute__((vector_size(kBytes), aligned(8), may_alias));
 
 uint64_t ExclusiveOr(const uint64_t* words, size_t num_words) {
   constexpr size_t kWide = sizeof(Words) / sizeof(uint64_t);
