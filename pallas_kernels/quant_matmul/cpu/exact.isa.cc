@@ -2,7 +2,7 @@
 //
 // One order of additions for every number of rows: a column has two chains of fused multiply-adds, over the first and
 // over the second halves of the groups, each in ascending k, and their sum is the result. A weight is
-// fma(u, scale, offset - zero * scale); without an offset that is scale * (u - zero) exactly, zero being a power of two.
+// fma(u, scale, offset - zero * scale); without an offset that is scale * (u - zero), zero being a power of two.
 // Few rows convert weights in registers; many rows convert a panel of weights into L1 once.
 #include "quant_matmul/cpu/isa_kernels.h"
 #include "quant_matmul/cpu/vectors.h"
@@ -20,7 +20,6 @@ constexpr int kRows = 5, kPanel = 4, kDirectRows = 4;  // 20 of 32
 constexpr int kWidth = kPanel * kLanes;  // columns of a panel
 constexpr int kDepth = 256;              // values along K of a panel: 32 KiB of AVX-512, else 16
 constexpr int kChunk = 48;               // rows whose partial sums stay in L1
-constexpr int kAhead = 1024;             // bytes of prefetch: hides the unpacking between loads
 
 struct Factors {
   F scale, offset;
@@ -34,11 +33,14 @@ inline Factors ReadFactors(const uint8_t* block, int column, const Form& form) {
 }
 
 // R rows times V vectors of columns from `first` on; R * V * 2 accumulators.
+// Prefetches as many tiles ahead as are read together: weights of 66 MB at 1 and 2 rows are 1.3 to 1.9 times as fast as
+// with 1 KiB ahead in the same tiles (AVX-512, one thread, best of 60, three alternating runs).
 template <int R, int V, int kBits>
 void Direct(const uint8_t* tiles, const Form& form, int64_t groups, const float* x, int64_t ldx, int first, float* out,
             int64_t ld) {
   const int64_t block_bytes = form.BlockBytes(), stride = groups * block_bytes;
   const int half = form.group / 2;
+  const int64_t ahead = (V * kLanes + kTile - 1) / kTile * stride;
   const uint8_t* at[V];
   int column[V];
   for (int j = 0; j < V; j++) {
@@ -53,7 +55,7 @@ void Direct(const uint8_t* tiles, const Form& form, int64_t groups, const float*
   for (int64_t g = 0; g < groups; g++, x += form.group) {
     Factors factors[V];
     for (int j = 0; j < V; j++) {
-      for (int64_t i = 0; i < block_bytes; i += 64) __builtin_prefetch(at[j] + kAhead + i, 0, 1);
+      for (int64_t i = 0; i < block_bytes; i += 64) __builtin_prefetch(at[j] + ahead + i, 0, 1);
       factors[j] = ReadFactors(at[j], column[j], form);
     }
     if constexpr (kBits == 4) {

@@ -1,5 +1,4 @@
 // Products of int16 activations with group-quantized weights, for one instruction set (integer_kernels.h).
-#if !defined(HEADRACE_ISA_NEON)  // integer_plain.isa.cc
 #include "quant_matmul/cpu/integer_product.h"
 
 namespace headrace::quant::HEADRACE_ISA {
@@ -10,4 +9,3 @@ void ProductInt16(const uint8_t* tiles, const Form& form, int64_t groups, const 
 }
 
 }  // namespace headrace::quant::HEADRACE_ISA
-#endif

@@ -1,7 +1,8 @@
 // Products of integer activations with group-quantized weights, for one instruction set; blocks: micro_kernels.h.
 //
 // Activations become records, one of each group and row: group bytes (int8) or 2 group bytes (int16) whose order is
-// the instruction set's own, then float scale, float scale * sum(q), int32 -zero * sum(q). x is about scale * q.
+// the instruction set's own, then float scale, float scale * sum(q), int32 -zero * sum(q), int32 sum(q). x is about
+// scale * q.
 //
 // A 32-bit lane is one column: neither a horizontal sum nor a shuffle of weights is ever needed. Every variant does
 // the same float operations in the same order for a row and a column, so that a product has the same bits for any

@@ -7,7 +7,11 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#if defined(HEADRACE_ISA_NEON)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstring>
 
@@ -17,6 +21,8 @@
 // and spills them: half the rate.
 #if defined(HEADRACE_ISA_AVX512)
 #define HEADRACE_KEEP(value) asm volatile("" : "+v"(value))
+#elif defined(HEADRACE_ISA_NEON)
+#define HEADRACE_KEEP(value) asm volatile("" : "+w"(value))
 #else
 #define HEADRACE_KEEP(value) asm volatile("" : "+x"(value))
 #endif
@@ -230,6 +236,72 @@ struct Lanes {
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; r++) sums[r][0] = _mm256_cvtepi32_ps(sum[r]);
+    }
+  };
+};
+
+#elif defined(HEADRACE_ISA_NEON)
+
+struct Lanes {
+  using Floats = float32x4_t;
+  static constexpr int kWidth = 4;
+  static constexpr int kVectors = 1;
+  static constexpr int Rows(bool) { return 4; }
+
+  static HEADRACE_INLINE Floats Zero() { return vdupq_n_f32(0); }
+  static HEADRACE_INLINE Floats Load(const float* x) { return vld1q_f32(x); }
+  static HEADRACE_INLINE void Store(float* x, Floats value) { vst1q_f32(x, value); }
+  static HEADRACE_INLINE Floats All(const uint8_t* x) { return vdupq_n_f32(At<float>(x)); }
+  static HEADRACE_INLINE Floats Times(Floats a, Floats b) { return vmulq_f32(a, b); }
+  static HEADRACE_INLINE Floats Fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+  static HEADRACE_INLINE Floats Factors(const uint8_t* bytes, bool float32) {
+    if (float32) return vreinterpretq_f32_u8(vld1q_u8(bytes));
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes)));
+  }
+  static HEADRACE_INLINE int8x16_t Four(const uint8_t* x) {
+    return vreinterpretq_s8_s32(vdupq_n_s32(At<int32_t>(x)));
+  }
+
+  // sdot takes signed values only: 8 bits lose 128, which the sum of the record gives back. int16 is two int8 halves.
+  template <int kBits, int kGroup, bool kInt16, int kVectors>
+  struct Group {
+    static constexpr int kSteps = kGroup / 4, kRecord = RecordSize(kGroup, kInt16), kBytes = (kInt16 ? 2 : 1) * kGroup;
+    const uint8_t* block;
+
+    // part: which quarter of the columns, 16 of each 64 bytes.
+    HEADRACE_INLINE Group(const uint8_t* blocks, ptrdiff_t, int part) : block(blocks + 16 * part) {}
+
+    HEADRACE_INLINE int8x16_t Values(int step) const {
+      const uint8x16_t bytes = vld1q_u8(block + 64 * (kBits == 8 ? step : step % (kSteps / 2)));
+      if (kBits == 8) return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));
+      return vreinterpretq_s8_u8(step < kSteps / 2 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4));
+    }
+
+    template <int kRows>
+    HEADRACE_INLINE void Sums(const uint8_t* x, Floats (&sums)[kRows][1]) const {
+      int32x4_t low[kRows], high[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) {
+        const uint8_t* factors = x + r * kRecord + kBytes;
+        low[r] = vdupq_n_s32(At<int32_t>(factors + 8) + (kBits == 8 ? 128 * At<int32_t>(factors + 12) : 0));
+        high[r] = vdupq_n_s32(0);
+      }
+#pragma GCC unroll 8
+      for (int step = 0; step < kSteps; step++) {
+        const int8x16_t values = Values(step);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++) {
+          const uint8_t* four = x + r * kRecord + 4 * step;
+          low[r] = vdotq_s32(low[r], values, Four(four));
+          HEADRACE_KEEP(low[r]);
+          if (!kInt16) continue;
+          high[r] = vdotq_s32(high[r], values, Four(four + kGroup));
+          HEADRACE_KEEP(high[r]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++)
+        sums[r][0] = vcvtq_f32_s32(kInt16 ? vaddq_s32(low[r], vshlq_n_s32(high[r], 8)) : low[r]);
     }
   };
 };

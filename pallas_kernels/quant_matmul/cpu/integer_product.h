@@ -128,14 +128,14 @@ __attribute__((noinline)) void FewRows(const Blocks& w, const Records& x, float*
   constexpr int kParts = kTile / Lanes::kWidth;
   using Group = Lanes::Group<kBits, kGroup, kInt16, 1>;
   Lanes::Floats y[kParts][kRows][1];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int part = 0; part < kParts; part++)
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; r++) y[part][r][0] = Lanes::Zero();
   for (int64_t g = 0; g < w.groups; g++) {
     const uint8_t *block = w.first + g * w.block_bytes, *records = x.first + g * x.group_bytes;
     Fetch<kBits, kGroup, 1>(w, g * w.block_bytes);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int part = 0; part < kParts; part++) {
       const Group group(block, w.tile_bytes, part);
       Lanes::Floats scale[1], offset[1];
@@ -143,7 +143,7 @@ __attribute__((noinline)) void FewRows(const Blocks& w, const Records& x, float*
       AddGroup<Group, kAffine, kRows, 1>(group, scale, offset, records, y[part]);
     }
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int part = 0; part < kParts; part++)
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; r++) Lanes::Store(out + r * stride + part * Lanes::kWidth, y[part][r][0]);
@@ -176,7 +176,8 @@ void Tiles(const uint8_t* tiles, const Form& form, int64_t groups, const uint8_t
 
 template <bool kInt16>
 auto TilesOf(const Form& form) -> decltype(&Tiles<4, 32, true, kInt16>) {
-  if (form.bits == 4 && form.group == 32) return form.affine ? Tiles<4, 32, true, kInt16> : Tiles<4, 32, false, kInt16>;
+  if (form.bits == 4 && form.group == 32)
+    return form.affine ? Tiles<4, 32, true, kInt16> : Tiles<4, 32, false, kInt16>;
   if (form.bits == 4) return form.affine ? Tiles<4, 16, true, kInt16> : Tiles<4, 16, false, kInt16>;
   if (form.group == 32) return form.affine ? Tiles<8, 32, true, kInt16> : Tiles<8, 32, false, kInt16>;
   return form.affine ? Tiles<8, 16, true, kInt16> : Tiles<8, 16, false, kInt16>;

@@ -1,6 +1,9 @@
 // Activations become records of int8 or int16 values, for one instruction set (integer_kernels.h).
-#if !defined(HEADRACE_ISA_NEON)  // integer_plain.isa.cc
+#if defined(HEADRACE_ISA_NEON)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstring>
 
@@ -8,6 +11,49 @@
 
 namespace headrace::quant::HEADRACE_ISA {
 namespace {
+
+// Below this the reciprocal would overflow. NaN fails the comparison and stays in the scale.
+constexpr float kSmallest = 4e-34f;
+
+inline void Finish(float scale, int32_t sum, int zero, uint8_t* factors) {
+  const float scaled = scale * static_cast<float>(sum);
+  // At most 128 * 32 * 32639; unsigned, as the sum of what was not finite is anything.
+  const uint32_t bias = 0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(sum);
+  std::memcpy(factors, &scale, 4);
+  std::memcpy(factors + 4, &scaled, 4);
+  std::memcpy(factors + 8, &bias, 4);
+  std::memcpy(factors + 12, &sum, 4);
+}
+
+#if defined(HEADRACE_ISA_NEON)
+
+template <int kGroup, bool kInt16>
+void PackGroup(const float* x, int zero, uint8_t* record) {
+  constexpr float kLargest = kInt16 ? kLargestInt16 : kLargestInt8;
+  int32_t largest = 0, sum = 0;  // non-negative floats and NaNs above them have the order of their bits
+  for (int k = 0; k < kGroup; k++) {
+    int32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  float most;
+  std::memcpy(&most, &largest, 4);
+  const float scale = most < kSmallest ? 0.0f : most * (1.0f / kLargest);
+  const float inverse = most < kSmallest ? 0.0f : kLargest / most;
+  for (int k = 0; k < kGroup; k += 4) {
+    int32_t q[4];
+    vst1q_s32(q, vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + k), inverse)));
+    for (int i = 0; i < 4; i++) {
+      sum += q[i];
+      record[k + i] = static_cast<uint8_t>(q[i]);
+      if (kInt16) record[kGroup + k + i] = static_cast<uint8_t>((q[i] + 128) >> 8);  // q = 256 high + low
+    }
+  }
+  Finish(scale, sum, zero, record + (kInt16 ? 2 : 1) * kGroup);
+}
+
+#else
 
 // The largest of 8 floats that are not negative, or a NaN if one is there: their order is that of their bits.
 inline float LargestBits(__m256i bits) {
@@ -43,10 +89,8 @@ void PackGroup(const float* x, int zero, uint8_t* record) {
     largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(values[i]), magnitude));
   }
   const float most = LargestBits(largest);
-  // Below this the reciprocal would overflow. NaN fails the comparison and stays in the scale.
-  const bool is_zero = most < 4e-34f;
-  const float scale = is_zero ? 0.0f : most * (1.0f / kLargest);
-  const __m256 inverse = _mm256_set1_ps(is_zero ? 0.0f : kLargest / most);
+  const float scale = most < kSmallest ? 0.0f : most * (1.0f / kLargest);
+  const __m256 inverse = _mm256_set1_ps(most < kSmallest ? 0.0f : kLargest / most);
   __m256i q[kParts], sums = _mm256_setzero_si256();
   for (int i = 0; i < kParts; i++) {
     q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(values[i], inverse));
@@ -76,15 +120,10 @@ void PackGroup(const float* x, int zero, uint8_t* record) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(record + 16 * i), _mm256_shuffle_epi8(words, order));
 #endif
   }
-  const int32_t sum = Sum(sums);
-  const float scaled = scale * static_cast<float>(sum);
-  // At most 128 * 32 * 32639; unsigned, as the sum of what was not finite is anything.
-  const uint32_t bias = 0u - static_cast<uint32_t>(zero) * static_cast<uint32_t>(sum);
-  uint8_t* factors = record + (kInt16 ? 2 : 1) * kGroup;
-  std::memcpy(factors, &scale, 4);
-  std::memcpy(factors + 4, &scaled, 4);
-  std::memcpy(factors + 8, &bias, 4);
+  Finish(scale, Sum(sums), zero, record + (kInt16 ? 2 : 1) * kGroup);
 }
+
+#endif
 
 template <int kGroup, bool kInt16>
 void PackGroups(const float* x, int64_t groups, int zero, int64_t rows, int64_t row, uint8_t* records) {
@@ -111,4 +150,3 @@ void Product(const uint8_t* tiles, const Form& form, int64_t groups, Mode mode, 
 }
 
 }  // namespace headrace::quant::HEADRACE_ISA
-#endif

@@ -11,7 +11,7 @@ namespace headrace::quant {
 namespace {
 
 constexpr int64_t kChunkRows = 128;    // whose prepared activations stay in L2
-constexpr int64_t kItemsPerThread = 8; // enough to even out, few enough that claiming costs nothing
+constexpr int64_t kItemsPerThread = 8;  // enough to even out, few enough that claiming costs nothing
 constexpr double kSmall = 6e4;         // multiplications below which handing over costs more than it saves
 constexpr int64_t kPartTiles = 4;      // tiles that are computed apart at a time: 32 KiB at 128 rows, on the stack
 constexpr int64_t kBestTiles = 8;      // tiles of logits at a time: 64 KiB at 128 rows
@@ -121,11 +121,13 @@ class Activations {
   const float* x_ = nullptr;
 };
 
-// Tiles of one item, an even number where there is a choice: kernels take two at a time.
+// Tiles of one item, a multiple of 4 or of 2 where there is a choice: so many do kernels take at a time.
 int64_t TilesPerItem(int64_t tiles, double work, int threads) {
-  int64_t items = work < kSmall || threads <= 1 ? 1 : std::min(threads * kItemsPerThread, std::max<int64_t>(threads, tiles / 4));
+  const int64_t most = std::min(threads * kItemsPerThread, std::max<int64_t>(threads, tiles / 4));
+  const int64_t items = work < kSmall || threads <= 1 ? 1 : most;
   const int64_t each = (tiles + items - 1) / items;
-  return each + (each > 1 && each % 2);
+  const int64_t step = each > 8 ? 4 : each > 1 ? 2 : 1;
+  return (each + step - 1) / step * step;
 }
 
 }  // namespace

@@ -4,7 +4,9 @@
 #include <cstdint>
 
 // GCC 12 sees an uninitialized value in its own headers (_mm512_undefined_ps, fully masked out).
+#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #if defined(HEADRACE_ISA_AVX2) || defined(HEADRACE_ISA_AVX512)
 #include <immintrin.h>
@@ -33,7 +35,8 @@ inline F Max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F Min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F Round(F a) { return _mm512_roundscale_ps(a, 8); }
 inline F PowerOfTwo(F whole) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127)), 23));
+  const I biased = _mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
 }
 inline I LoadBytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // Bits shift .. shift + bits of each lane, as a float.
@@ -61,7 +64,8 @@ inline F Max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F Min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F Round(F a) { return _mm256_round_ps(a, 8); }
 inline F PowerOfTwo(F whole) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
+  const I biased = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
 inline I LoadBytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 template <int kBits>
