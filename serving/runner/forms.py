@@ -89,10 +89,14 @@ def _leaves(cfg: ModelConfig, backend: Backend) -> Iterator[tuple[str, ...]]:
 
 
 def _widest(form: QuantForm, backend: Backend) -> QuantForm:
-    """What a back end has instead, exactly. Kernels of GPU and TPU know no unsigned values of 4 bits and no float16."""
+    """What a back end has instead, exactly.
+
+    Kernels of GPU and TPU know no unsigned values of 4 bits and no float16; and no device of theirs has confirmed that
+    compiled programs take int4, which on CPU they do not (see ``weights.backend_specs``).
+    """
     if backend.kernels.implementation is Implementation.CPU:
         return form
-    return replace(form, values="int8" if form.values == "uint4" else form.values, scale="float32")
+    return replace(form, values="int8", scale="float32")
 
 
 class _Asking:

@@ -74,7 +74,9 @@ def served_form(x: np.ndarray | GroupQuant, one: Wanted) -> Any:
     it. x: as its file's configuration has it, quantized or not yet."""
     spec = one.spec
     if spec.form is not None:
-        x = widened(x, spec.form) if isinstance(x, GroupQuant) else quantized(x, spec.form, spec.dtype)
+        if not isinstance(x, GroupQuant):
+            x = quantized(x, spec.rounded_to or spec.form, spec.dtype)
+        x = widened(x, spec.form)
     elif isinstance(x, GroupQuant):
         values = dequantized(x).astype(spec.dtype, copy=False)
         x = values if spec.is_product else values.T

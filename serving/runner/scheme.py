@@ -106,7 +106,7 @@ _FLOATS = {"F32": 24, "F16": 11, "BF16": 8, "float32": 24, "float16": 11, "bfloa
 
 def _is_exact(stored: str, served: QuantForm | str, spec: ParamSpec) -> bool:
     if isinstance(served, QuantForm):
-        return not spec.is_requantized
+        return spec.rounded_to is None
     # Products of integers and scales need up to 24 bits; bfloat16 has the range of float32, float16 fits into it.
     return served == "float32" or _FLOATS.get(stored) == 8 or (stored == "MXFP4" and served == "bfloat16")
 

@@ -100,7 +100,7 @@ def test_int4_groups_are_rounded_as_the_device_does(monkeypatch: pytest.MonkeyPa
 def test_int4_is_of_matrices_whose_inputs_are_whole_groups() -> None:
     cfg = replace(UNTIED, ffn_width=80)
     layer = param_specs(cfg, scheme=WeightScheme.INT4).layers[0]
-    assert layer.gate_DF.form == layer.q_DX.form == INT4_GROUPS and layer.q_DX.is_requantized
+    assert layer.gate_DF.form == layer.q_DX.form == INT4_GROUPS and layer.q_DX.rounded_to == INT4_GROUPS
     assert layer.down_FD.form is None and layer.attn_norm_D.form is None
     assert param_specs(cfg, scheme=WeightScheme.INT4).embed_VD.form is None
     assert layer.gate_DF.num_bytes == 64 * 80 // 2 + 2 * 80 * 2

@@ -93,7 +93,7 @@ def test_accelerators_get_types_that_their_kernels_know(tmp_path: Path) -> None:
 def test_a_reference_on_another_device_serves_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.serving.runner.forms.platform_of", lambda _: "tpu")
     forms = choose_forms(stored_forms(CFG, "Q4_0"), CFG, REFERENCE).forms
-    assert forms["layers.0.q_DX"] == QuantForm(values="int4", group=32) and "embed_VD" not in forms
+    assert forms["layers.0.q_DX"] == QuantForm(values="int8", group=32) and "embed_VD" not in forms
 
 
 def test_layers_in_one_stack_have_one_form(tmp_path: Path) -> None:
