@@ -76,8 +76,8 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
 def backend_specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
     """What a backend has of each weight: values of 4 bits as int8 where XLA:CPU runs the products.
 
-    A program that was compiled ahead (JAX 0.10.2, CPU) refuses arrays of int4: it asks for a layout of 4 bits, and theirs
-    says 0. They have a byte for each value there in any case.
+    A program that was compiled ahead (JAX 0.10.2, CPU) refuses arrays of int4: it asks for a layout of 4 bits, and
+    theirs says 0.
     """
     specs = param_specs(cfg, backend.dtype, backend.weights, backend.forms)
     is_cpu = backend.device is None or platform_of(backend.device) == "cpu"

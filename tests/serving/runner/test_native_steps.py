@@ -14,6 +14,8 @@ from headrace.model.group_quant import as_integers, dequantized, form_of
 from headrace.model.init import init_weights
 from headrace.model.load import load_model, open_weights
 from headrace.model.quant_form import GGUF_FORMS
+from headrace.model.specs import WeightScheme
+from headrace.model.weights import Weights
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.types import GroupQuant, Implementation, Kernels
 from headrace.serving.core.events import TokenEvent
@@ -22,7 +24,7 @@ from headrace.serving.runner.forms import choose_forms
 from headrace.serving.runner.load import load_placed
 from headrace.serving.runner.runner import JaxRunner
 from headrace.sharding.mesh_shape import parse_mesh
-from tests.model.tiny import TINY, write_gguf
+from tests.model.tiny import TINY, write_gguf, write_hf
 from tests.serving.runner.plans import CONFIG, GREEDY, prompt, request, serve
 
 CPU = jax.devices("cpu")[0]
@@ -54,15 +56,29 @@ def test_logprobs_and_greedy_ids_are_the_oracles(tmp_path: Path, case: Case) -> 
     path = write_gguf(tmp_path / "m.gguf", CFG, init_weights(CFG, 3), gguf.GGMLQuantizationType[case.kind])
     forms = {name: form for name, form in open_weights(path).forms.items() if name != "embed_VD"}
     backend = Backend(device=CPU, mesh=find_mesh(CPU, parse_mesh(case.mesh)), scan_layers=case.scan, forms=forms)
+    check(path, backend, load_model(path).weights)
+
+
+def test_int4_of_what_no_file_holds(tmp_path: Path) -> None:
+    path = write_hf(tmp_path, CFG, init_weights(CFG, 3))
+    weights = jax.tree.map(
+        lambda x: dequantized(x) if isinstance(x, GroupQuant) else x,
+        init_weights(CFG, 3, scheme=WeightScheme.INT4),
+        is_leaf=lambda x: isinstance(x, GroupQuant),
+    )
+    check(path, Backend(device=CPU, weights=WeightScheme.INT4), weights)
+
+
+def check(path: Path, backend: Backend, weights: Weights[np.ndarray]) -> None:
+    """weights: dequantized."""
     model = load_placed(path, backend)
     layers = model.weights.layers
-    assert isinstance((layers if case.scan else layers[0]).down_FD, GroupQuant)
+    assert isinstance((layers if backend.scan_layers else layers[0]).down_FD, GroupQuant)
     runner = JaxRunner(model, SMALL, backend=backend)
     runner.warm_up(lambda *_: None)
     asks = replace(GREEDY, num_logprobs=20)
     events = serve(runner, SMALL, [request(n, ids, asks) for n, ids in enumerate(PROMPTS)])
     runner.close()
-    weights = load_model(path).weights
     for number, ids in enumerate(PROMPTS):
         tokens = [event for event in events[number] if isinstance(event, TokenEvent)]
         out = [event.token_id for event in tokens]
