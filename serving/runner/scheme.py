@@ -3,19 +3,25 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax
 
 from headrace.model.config import ModelConfig
 from headrace.model.quant_form import QuantForm
-from headrace.model.specs import ParamSpec, may_be_quantized
+from headrace.model.specs import ParamSpec, WeightScheme, may_be_quantized
 from headrace.pallas_kernels.types import Implementation
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.tiling import is_tiled, tile_form
 from headrace.serving.runner.weights import backend_specs
 
 JsonValue = str | int | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
-_ROUNDED = "rounded to nearest from the stored values, without calibration"
+_ROUNDED: Mapping[str, str] = MappingProxyType(
+    {
+        "int8": "to nearest from the stored values, without calibration; one scale for each output channel",
+        "int4": "to nearest from the stored values, without calibration; one scale for 32 inputs of an output channel",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +51,7 @@ class Scheme:
         return {
             "weights": self.weights,
             "activations": self.activations,
-            "rounding": _ROUNDED if self.weights in ("int8", "int4") else None,
+            "rounding": _ROUNDED.get(self.weights),
             "kinds": [_kind_json(kind) for kind in self.kinds],
         }
 
@@ -68,7 +74,7 @@ def scheme_of(types: Mapping[str, str], cfg: ModelConfig, backend: Backend, why:
             served=served,
             is_tiled=is_tiled(spec, backend.kernels),
             is_exact=_is_exact(stored, served, spec),
-            why=why.get(name) if spec.form is None and may_be_quantized(spec) else None,
+            why=_why_float(spec, why.get(name), backend),
             names=(),
             count=0,
         )
@@ -92,6 +98,15 @@ def scheme_of(types: Mapping[str, str], cfg: ModelConfig, backend: Backend, why:
             for key, kind in kinds.items()
         ),
     )
+
+
+def _why_float(spec: ParamSpec, why: str | None, backend: Backend) -> str | None:
+    """Of what could be quantized, and is not; the embedding only where its file has it so."""
+    if spec.form is not None or not may_be_quantized(spec):
+        return None
+    if backend.weights is WeightScheme.INT4 and spec.is_product:
+        return "its inputs are not whole groups of 32"
+    return why
 
 
 def _served(spec: ParamSpec, backend: Backend) -> QuantForm | str:

@@ -212,10 +212,18 @@ def test_the_report_names_every_kind_of_tensor(tmp_path: Path) -> None:
 def test_the_report_of_rounded_weights_and_of_activations() -> None:
     types = {spec.name: "BF16" for spec in jax.tree.leaves(param_specs(GPT_OSS_TINY))}
     scheme = scheme_of(types, GPT_OSS_TINY, replace(TILED, weights=WeightScheme.INT8), {})
-    assert scheme.as_json()["rounding"] == "rounded to nearest from the stored values, without calibration"
+    assert scheme.as_json()["rounding"] == (
+        "to nearest from the stored values, without calibration; one scale for each output channel"
+    )
     assert scheme.activations == "int16"
     lines = scheme.lines()
     assert any(line.startswith("BF16 -> float32, exact: embed_VD,") for line in lines)
     assert any("-> int8 one group per output channel, symmetric, float32 scales, rounded: gate_EDF" in x for x in lines)
     tiles = next(line for line in lines if "q_DX" in line)
     assert tiles.startswith("BF16 -> int8 in groups of 32, symmetric, float32 scales, rounded: q_DX")
+    rounded = scheme_of(types, GPT_OSS_TINY, replace(REFERENCE, weights=WeightScheme.INT4), {})
+    assert "BF16 -> float32, exact; its inputs are not whole groups of 32: down_EFD (2)" in rounded.lines()
+    assert any(
+        line.startswith("BF16 -> int8 in groups of 32, symmetric, float16 scales, rounded: q_DX")
+        for line in rounded.lines()
+    )
