@@ -37,7 +37,9 @@ def init_weights(
             return np.zeros(spec.shape, spec.dtype)
         generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(spec.name.encode())]))
         x = generator.standard_normal(spec.shape, np.float32) * np.float32(1 / math.sqrt(spec.num_inputs))
-        return quantized(x, spec.form, spec.dtype) if spec.form is not None else x.astype(spec.dtype, copy=False)
+        if spec.rounded_to is not None:
+            return quantized(x, spec.rounded_to, spec.dtype)
+        return x.astype(spec.dtype, copy=False)
 
     weights: Weights[Any] = jax.tree.map(draw, param_specs(cfg, dtype, scheme))
     return weights

@@ -78,7 +78,7 @@ def load_model(
     if keeps_forms:
         files = files.keeping(files.forms)
     arrays = [
-        quantized(array, spec.form, spec.dtype) if spec.form is not None and isinstance(array, np.ndarray) else array
+        quantized(array, spec.rounded_to, spec.dtype) if spec.rounded_to is not None else array
         for spec, array in files.stream(list(files.specs), progress)
     ]
     treedef = jax.tree.structure(param_specs(files.config, dtype))

@@ -60,7 +60,7 @@ class ParamSpec:
     name: path in ``Weights``, such as ``layers.3.q_DX``. shape: in the order of the name's letters. dtype: of the
       weight; what products read beside it is in that type too.
     form: of small integers that stand for this dtype, as a ``GroupQuant`` of matrix_shape; None = not quantized.
-    is_requantized: the form is not the file's, and the weight is rounded to it; else the file holds it exactly.
+    rounded_to: what the weight is rounded to, where its file does not hold it so; the form holds that exactly.
     is_product: a matrix whose first axis (behind that of experts) a product contracts. Files store it as [outputs,
       inputs] unless its source says otherwise. Vectors and the embedding are stored as they are.
     num_experts: the first axis is that of this many experts, whose weights are read one by one; None for other weights.
@@ -76,7 +76,7 @@ class ParamSpec:
     source: SourceName
     is_product: bool = False
     form: QuantForm | None = None
-    is_requantized: bool = False
+    rounded_to: QuantForm | None = None
     num_experts: int | None = None
     head_dim: int | None = None
     is_rotated: bool = False
@@ -88,7 +88,7 @@ class ParamSpec:
     @property
     def is_read_quantized(self) -> bool:
         """It comes from its file as a ``GroupQuant``."""
-        return self.form is not None and not self.is_requantized
+        return self.form is not None and self.rounded_to is None
 
     @property
     def read_dtype(self) -> np.dtype:
@@ -97,7 +97,7 @@ class ParamSpec:
 
     @property
     def read_bytes(self) -> int:
-        if self.form is not None and not self.is_requantized:
+        if self.form is not None and self.rounded_to is None:
             return replace(self.form, values="int8").num_bytes(self.matrix_shape)
         return math.prod(self.shape) * self.read_dtype.itemsize
 
@@ -181,7 +181,7 @@ class _Specs:
             source=source,
             is_product=is_product,
             form=form,
-            is_requantized=form is not None and self.scheme is not WeightScheme.NATIVE,
+            rounded_to=None if self.scheme is WeightScheme.NATIVE else form,
             num_experts=self.cfg.num_experts if letters[0] == "E" and len(letters) > 1 else None,
             head_dim=1 if "N" in letters else self.cfg.head_dim if {"X", "Y"} & set(letters) else None,
             is_rotated=path.endswith(("q_DX", "k_DY", "q_bias_X", "k_bias_Y")),

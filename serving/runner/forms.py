@@ -24,6 +24,7 @@ from headrace.serving.runner.backend import Backend, platform_of
 from headrace.serving.runner.tiling import is_tiled, tiled_shape
 from headrace.serving.runner.weights import is_stacked, stacks
 
+FLOATS_ON_CPU = "without CPU kernels, XLA multiplies float weights faster on a CPU"
 ASKED_ROWS = 16
 """Of the product that a kernel is asked about; its limits are of the weight."""
 
@@ -56,8 +57,7 @@ def choose_forms(stored: Mapping[str, QuantForm], cfg: ModelConfig, backend: Bac
     """stored: what the files hold, by weight. cfg: on the backend's mesh."""
     is_cpu = backend.device is None or platform_of(backend.device) == "cpu"
     if is_cpu and backend.kernels.implementation is Implementation.REFERENCE:
-        why = "without CPU kernels, XLA multiplies float weights faster on a CPU"
-        return Choice(forms={}, why=dict.fromkeys(stored, why))
+        return Choice(forms={}, why=dict.fromkeys(stored, FLOATS_ON_CPU))
     forms: dict[str, QuantForm] = {}
     why: dict[str, str] = {}
     specs = {spec.name: spec for spec in jax.tree.leaves(param_specs(cfg, backend.dtype))}
@@ -89,10 +89,14 @@ def _leaves(cfg: ModelConfig, backend: Backend) -> Iterator[tuple[str, ...]]:
 
 
 def _widest(form: QuantForm, backend: Backend) -> QuantForm:
-    """What a back end has instead, exactly. Kernels of GPU and TPU know no unsigned values of 4 bits and no float16."""
+    """What a back end has instead, exactly.
+
+    Kernels of GPU and TPU know no unsigned values of 4 bits and no float16; and no device of theirs has confirmed that
+    compiled programs take int4, which on CPU they do not (see ``weights.backend_specs``).
+    """
     if backend.kernels.implementation is Implementation.CPU:
         return form
-    return replace(form, values="int8" if form.values == "uint4" else form.values, scale="float32")
+    return replace(form, values="int8", scale="float32")
 
 
 class _Asking:

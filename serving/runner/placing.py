@@ -20,7 +20,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from headrace.model.config import ModelConfig
-from headrace.model.group_quant import quantized, widened
+from headrace.model.group_quant import dequantized, quantized, widened
 from headrace.model.on_mesh import repeated_heads
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
@@ -74,7 +74,12 @@ def served_form(x: np.ndarray | GroupQuant, one: Wanted) -> Any:
     it. x: as its file's configuration has it, quantized or not yet."""
     spec = one.spec
     if spec.form is not None:
-        x = widened(x, spec.form) if isinstance(x, GroupQuant) else quantized(x, spec.form, spec.dtype)
+        if not isinstance(x, GroupQuant):
+            x = quantized(x, spec.rounded_to or spec.form, spec.dtype)
+        x = widened(x, spec.form)
+    elif isinstance(x, GroupQuant):
+        values = dequantized(x).astype(spec.dtype, copy=False)
+        x = values if spec.is_product else values.T
     served = jax.tree.map(lambda part: repeated_heads(part, spec), x)
     if spec.form is not None and isinstance(one.target, TiledQuant):
         return tiled(served, spec)

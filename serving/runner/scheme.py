@@ -3,19 +3,25 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax
 
 from headrace.model.config import ModelConfig
 from headrace.model.quant_form import QuantForm
-from headrace.model.specs import ParamSpec, may_be_quantized
+from headrace.model.specs import ParamSpec, WeightScheme, may_be_quantized
 from headrace.pallas_kernels.types import Implementation
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.tiling import is_tiled, tile_form
 from headrace.serving.runner.weights import backend_specs
 
 JsonValue = str | int | bool | None | list["JsonValue"] | dict[str, "JsonValue"]
-_ROUNDED = "rounded to nearest from the stored values, without calibration"
+_ROUNDED: Mapping[str, str] = MappingProxyType(
+    {
+        "int8": "to nearest from the stored values, without calibration; one scale for each output channel",
+        "int4": "to nearest from the stored values, without calibration; one scale for 32 inputs of an output channel",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +51,7 @@ class Scheme:
         return {
             "weights": self.weights,
             "activations": self.activations,
-            "rounding": _ROUNDED if self.weights in ("int8", "int4") else None,
+            "rounding": _ROUNDED.get(self.weights),
             "kinds": [_kind_json(kind) for kind in self.kinds],
         }
 
@@ -68,7 +74,7 @@ def scheme_of(types: Mapping[str, str], cfg: ModelConfig, backend: Backend, why:
             served=served,
             is_tiled=is_tiled(spec, backend.kernels),
             is_exact=_is_exact(stored, served, spec),
-            why=why.get(name) if spec.form is None and may_be_quantized(spec) else None,
+            why=_why_float(spec, why.get(name), backend),
             names=(),
             count=0,
         )
@@ -94,6 +100,15 @@ def scheme_of(types: Mapping[str, str], cfg: ModelConfig, backend: Backend, why:
     )
 
 
+def _why_float(spec: ParamSpec, why: str | None, backend: Backend) -> str | None:
+    """Of what could be quantized, and is not; the embedding only where its file has it so."""
+    if spec.form is not None or not may_be_quantized(spec):
+        return None
+    if backend.weights is WeightScheme.INT4 and spec.is_product:
+        return "its inputs are not whole groups of 32"
+    return why
+
+
 def _served(spec: ParamSpec, backend: Backend) -> QuantForm | str:
     if spec.form is None:
         return spec.dtype.name
@@ -106,7 +121,7 @@ _FLOATS = {"F32": 24, "F16": 11, "BF16": 8, "float32": 24, "float16": 11, "bfloa
 
 def _is_exact(stored: str, served: QuantForm | str, spec: ParamSpec) -> bool:
     if isinstance(served, QuantForm):
-        return not spec.is_requantized
+        return spec.rounded_to is None
     # Products of integers and scales need up to 24 bits; bfloat16 has the range of float32, float16 fits into it.
     return served == "float32" or _FLOATS.get(stored) == 8 or (stored == "MXFP4" and served == "bfloat16")
 

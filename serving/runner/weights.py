@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import Chip
 from headrace.pallas_kernels.types import GroupQuant, Implementation, TiledQuant
-from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.backend import Backend, platform_of
 from headrace.serving.runner.tiling import is_tiled, tiled_shape
 from headrace.sharding.errors import MeshError
 
@@ -73,8 +74,21 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
 
 
 def backend_specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
-    """What a backend has of each weight."""
-    return param_specs(cfg, backend.dtype, backend.weights, backend.forms)
+    """What a backend has of each weight: values of 4 bits as int8 where XLA:CPU runs the products.
+
+    A program that was compiled ahead (JAX 0.10.2, CPU) refuses arrays of int4: it asks for a layout of 4 bits, and
+    theirs says 0.
+    """
+    specs = param_specs(cfg, backend.dtype, backend.weights, backend.forms)
+    is_cpu = backend.device is None or platform_of(backend.device) == "cpu"
+    if not is_cpu or backend.kernels.implementation is Implementation.CPU:
+        return specs
+    found: Weights[ParamSpec] = jax.tree.map(_in_bytes, specs)
+    return found
+
+
+def _in_bytes(spec: ParamSpec) -> ParamSpec:
+    return spec if spec.form is None else replace(spec, form=replace(spec.form, values="int8"))
 
 
 def _refuse_cut(spec: ParamSpec, cut: PartitionSpec, stage: str | None) -> None:
