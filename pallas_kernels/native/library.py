@@ -13,7 +13,6 @@ from headrace.pallas_kernels.native.build import Progress, built, no_progress
 from headrace.pallas_kernels.native.compiler import BuildError
 
 PLATFORM = "cpu"
-<<<<<<< HEAD
 TARGETS: tuple[str, ...] = (
     "HeadraceBestColumn",
     "HeadraceColumns",

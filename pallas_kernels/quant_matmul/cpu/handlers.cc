@@ -157,17 +157,13 @@ ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<f
   if (weight.has_error()) return weight.error();
   for (int64_t rows : {int64_t(column->element_count()), int64_t(value->element_count()),
                        int64_t(is_finite->element_count())})
-<<<<<<< HEAD
-    if (rows != input.rows) return Invalid(std::to_string(rows) + " results of " + std::to_string(input.rows) + " rows");
+    if (rows != input.rows)
+      return Invalid(std::to_string(rows) + " results of " + std::to_string(input.rows) + " rows");
   int64_t all_rows;
   if (ffi::Error error = LeaveOut(real, input, all_rows); error.failure()) return error;
   std::fill_n(column->typed_data(), all_rows, 0);
   std::fill_n(value->typed_data(), all_rows, 0.f);
   std::fill_n(is_finite->typed_data(), all_rows, true);
-=======
-    if (rows != input.rows)
-      return Invalid(std::to_string(rows) + " results of " + std::to_string(input.rows) + " rows");
->>>>>>> wt-B
   Pool pool{threads};
   BestColumn(*kernels, Mode(mode), input, weight.value(), column->typed_data(), value->typed_data(),
              is_finite->typed_data(), pool.AsWorkers());
