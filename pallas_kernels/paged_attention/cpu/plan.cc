@@ -199,6 +199,6 @@ void run(const Step& step, const Functions& functions, int threads,
   spread(int(plan.items.size()), total < kAloneCost ? 0 : threads - 1, attend, schedule);
 }
 
-const Functions* chosen_functions() { return HEADRACE_TABLE(GetAttentionFunctions); }
+const Functions* chosen_functions() { return HEADRACE_CHOSEN(GetAttentionFunctions); }
 
 }  // namespace headrace::attention

@@ -16,18 +16,13 @@ KERNEL, PLAN = "paged_attention/cpu/attend.isa.cc", "paged_attention/cpu/plan.cc
 SOURCES = [KERNEL, PLAN, "native/team.cc", "native/cpu_features.cc"]
 SOFTMAX = "Softmax(step, work, r, start - base, end - base)"
 FAULTS = {
-    "a key too many": (KERNEL, SOFTMAX, SOFTMAX.replace("end -", "end + 1 -"), "dense softmax"),
-    "a key too few": (KERNEL, SOFTMAX, SOFTMAX.replace("end -", "end - 1 -"), "dense softmax"),
-    "a part left out": (PLAN, "cuts[i].count};", "cuts[i].count - 1};", "threads or instruction sets"),
-    "a sum in lanes' order": (KERNEL, "Sum64(weight)", "Sum64(weight) * (1 + 6e-8f * kLanes)", "instruction sets"),
-    "a write on the next page": (
-        KERNEL,
-        "  for (int kv = 0; kv < step.kv_heads; kv++) {\n    T* to",
-        "  for (int kv = step.kv_heads; kv < 2 * step.kv_heads; kv++) {\n    T* to",
-        "dense softmax",
-    ),
+    "a key too many": (SOFTMAX, SOFTMAX.replace("end -", "end + 1 -")),
+    "a key too few": (SOFTMAX, SOFTMAX.replace("end -", "end - 1 -")),
+    "a part left out": ("b < parts.count; b++", "b < parts.count - 1; b++"),
+    "an instruction set of its own": ("Sum64(weight)", "Sum64(weight) * (1 + 6e-8f * kLanes)"),
+    "a turn the other way": ("cos[i], -(high * sin[i]))", "cos[i], high * sin[i])"),
 }
-"""What is planted where: file, text, what it becomes, and words of the driver's complaint."""
+"""What is planted in the kernel: text, and what it becomes."""
 
 
 @pytest.mark.parametrize("sanitizer", [THREAD, ADDRESS])
@@ -43,15 +38,13 @@ def test_the_driver_finds_what_is_planted(fault: str | None, tmp_path: Path) -> 
     for folder in ("native", "paged_attention/cpu"):
         shutil.copytree(build.ROOT / folder, root / folder)
     if fault is not None:
-        name, before, after, _ = FAULTS[fault]
-        text = (root / name).read_text()
+        before, after = FAULTS[fault]
+        text = (root / KERNEL).read_text()
         assert text.count(before) == 1
-        (root / name).write_text(text.replace(before, after))
+        (root / KERNEL).write_text(text.replace(before, after))
     done = _driven(root, tmp_path)
-    if fault is None:
-        assert done.returncode == 0, done.stdout
-    else:
-        assert done.returncode == 1 and FAULTS[fault][3] in done.stdout, done.stdout
+    assert done.returncode == (fault is not None), done.stdout
+    assert ("equal" in done.stdout) == (fault is None)
 
 
 def _driven(root: Path, work: Path) -> "subprocess.CompletedProcess[str]":
