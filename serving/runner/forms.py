@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from headrace.model.config import ModelConfig
-from headrace.model.config_files import is_gguf
+from headrace.model.config_files import is_gguf, read_config
 from headrace.model.load import open_weights
 from headrace.model.on_mesh import config_on_mesh, partitions
 from headrace.model.quant_form import QuantForm, common_form
@@ -20,9 +20,11 @@ from headrace.model.specs import ParamSpec, WeightScheme, param_specs
 from headrace.model.weight_files import WeightFiles
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.types import GroupQuant, Implementation, UnsupportedCase
+from headrace.serving.core.errors import ConfigError
 from headrace.serving.runner.backend import Backend, platform_of
 from headrace.serving.runner.tiling import is_tiled, tiled_shape
-from headrace.serving.runner.weights import is_stacked, stacks
+from headrace.serving.runner.weights import is_stacked, stacks, weight_shapes
+from headrace.sharding.errors import MeshError
 
 FLOATS_ON_CPU = "without CPU kernels, XLA multiplies float weights faster on a CPU"
 ASKED_ROWS = 16
@@ -41,11 +43,17 @@ class Choice:
 def with_forms(backend: Backend, path: str | os.PathLike[str]) -> Backend:
     """The back end that serves this model: of the native scheme with the forms that a GGUF file's weights keep.
 
-    Only headers are read. Raises: ModelFileError, MeshError.
+    Only headers are read. Raises: ModelFileError; ConfigError naming --mesh and the weight that it cannot cut.
     """
-    if backend.weights is not WeightScheme.NATIVE or not is_gguf(path):
-        return backend
-    return replace(backend, forms=choose(open_weights(path, dtype=backend.dtype), backend).forms)
+    files = open_weights(path, dtype=backend.dtype) if is_gguf(path) else None
+    config = read_config(path) if files is None else files.config
+    try:
+        if files is not None and backend.weights is WeightScheme.NATIVE:
+            backend = replace(backend, forms=choose(files, backend).forms)
+        weight_shapes(config_on_mesh(config, backend.mesh_shape), backend)
+    except MeshError as error:
+        raise ConfigError(f"--mesh: {error}") from error
+    return backend
 
 
 def choose(files: WeightFiles, backend: Backend) -> Choice:

@@ -25,6 +25,7 @@ from headrace.model.on_mesh import repeated_heads
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.types import GroupQuant, TiledQuant
+from headrace.serving.core.errors import ConfigError
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.tiling import tiled
 from headrace.serving.runner.weights import backend_specs, is_stacked, stacks, weight_shapes
@@ -71,11 +72,14 @@ class Placement:
 
 def served_form(x: np.ndarray | GroupQuant, one: Wanted) -> Any:
     """What one weight becomes on its way to the devices, on the host: an array, or a pytree of them as the target has
-    it. x: as its file's configuration has it, quantized or not yet."""
+    it. x: as its file's configuration has it, quantized or not yet.
+
+    Raises: ConfigError naming a weight that cannot be rounded.
+    """
     spec = one.spec
     if spec.form is not None:
         if not isinstance(x, GroupQuant):
-            x = quantized(x, spec.rounded_to or spec.form, spec.dtype)
+            x = _rounded(x, spec)
         x = widened(x, spec.form)
     elif isinstance(x, GroupQuant):
         values = dequantized(x).astype(spec.dtype, copy=False)
@@ -84,6 +88,15 @@ def served_form(x: np.ndarray | GroupQuant, one: Wanted) -> Any:
     if spec.form is not None and isinstance(one.target, TiledQuant):
         return tiled(served, spec)
     return served
+
+
+def _rounded(x: np.ndarray, spec: ParamSpec) -> GroupQuant:
+    if spec.rounded_to is None:
+        raise ConfigError(f"weight {spec.name} is to be {spec.form} as its file has it, and is not quantized there")
+    try:
+        return quantized(x, spec.rounded_to, spec.dtype)
+    except ValueError as error:
+        raise ConfigError(f"weight {spec.name}: {error}; take --weights int8, bf16 or native") from error
 
 
 def put(x: Any, target: Any) -> Any:

@@ -18,6 +18,7 @@ from headrace.model.quant_form import GGUF_FORMS, QuantForm
 from headrace.model.specs import WeightScheme, param_specs
 from headrace.pallas_kernels.quant_matmul.cpu.tiles import untiled
 from headrace.pallas_kernels.types import Activations, GroupQuant, Implementation, Kernels, TiledQuant, UnsupportedCase
+from headrace.serving.core.errors import ConfigError
 from headrace.serving.runner.backend import Backend, find_mesh
 from headrace.serving.runner.forms import choose, choose_forms, with_forms
 from headrace.serving.runner.load import load_placed
@@ -140,6 +141,22 @@ def test_a_mesh_that_cuts_groups_is_refused_by_name(backend: Backend) -> None:
         else:
             with pytest.raises(MeshError, match=r"layers\.1\.o_XD .* 2 groups of 32 inputs do not divide into 4 parts"):
                 weight_shapes(cfg, of)
+
+
+def test_a_mesh_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    backend = replace(GPU, mesh=find_mesh(CPU, parse_mesh("tensor=4")))
+    with pytest.raises(ConfigError, match=r"--mesh: layers\.0\.o_XD .*groups of 32 inputs do not divide into 4 parts"):
+        with_forms(backend, written(tmp_path))
+
+
+def test_factors_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
+    weights = init_weights(CFG, 3)
+    weights.layers[1].up_DF[5, 5] = 1e6
+    path = write_hf(tmp_path, CFG, weights)
+    with pytest.raises(
+        ConfigError, match=r"weight layers\.1\.up_DF: values up to 1000000\.0 need factors beyond float16"
+    ):
+        load_placed(path, replace(TILED, weights=WeightScheme.INT4))
 
 
 def test_tiles_are_cut_over_no_mesh_axis() -> None:
