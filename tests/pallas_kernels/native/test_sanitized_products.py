@@ -5,7 +5,7 @@ import pytest
 from headrace.pallas_kernels.native import instruction_sets
 from tests.pallas_kernels.native.sanitized import ADDRESS, THREAD, run_driver
 
-KERNELS = ("exact", "prologue", "table", "int8_kernels", "int16_kernels", "integer_records", "integer_plain")
+KERNELS = ("exact", "prologue", "table", "int8_kernels", "int16_kernels", "integer_records")
 SOURCES = (
     "native/team.cc", "native/cpu_features.cc", "quant_matmul/cpu/products.cc", "quant_matmul/cpu/columns.cc",
     *(f"quant_matmul/cpu/{name}.isa.cc" for name in KERNELS),
