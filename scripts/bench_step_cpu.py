@@ -75,10 +75,15 @@ class Bench:
             for i in range(rows)
         )
         ids = tuple(int(x) for x in np.random.default_rng(1).integers(100, 40_000, prompt))
-        prefill = (
-            PrefillSegment(slot=SlotRef(rows, 0), start=0, token_ids=ids, page_ids=self.pages(prompt), samples=True, output_index=0),
-        )  # fmt: skip
-        plan = StepPlan(step_id=0, bucket=bucket, loads=(), decode=decode, prefill=prefill if prompt else ())
+        segment = PrefillSegment(
+            slot=SlotRef(rows, 0),
+            start=0,
+            token_ids=ids,
+            page_ids=self.pages(prompt),
+            samples=True,
+            output_index=0,
+        )
+        plan = StepPlan(step_id=0, bucket=bucket, loads=(), decode=decode, prefill=(segment,) if prompt else ())
         self.free = kept
         packed = layout.pack(plan, dict.fromkeys(range(self.config.num_slots), 0))
         cfg, config = self.model.config, self.config
@@ -184,7 +189,7 @@ def main() -> int:
         if isinstance(x, TiledQuant)
     ]
     bench = Bench(model, backend, args.slots)
-    decode = [rows for rows in bench.config.decode_rows]
+    decode = bench.config.decode_rows
     steps = []
     for rows in ROWS:
         of = next((n for n in decode if n >= rows), None)
