@@ -125,7 +125,11 @@ def test_the_reference_runs_on_every_device(device: FakeDevice) -> None:
             {"attention": "tpu"},
             r"--attention tpu needs a TPU, and the device is cpu \(cpu\); .* or reference",
         ),
-        (CPU, {"attention": "cpu"}, "--attention cpu: they could not be built .*: no C.. compiler; --attention reference"),
+        (
+            CPU,
+            {"attention": "cpu"},
+            "--attention cpu: they could not be built .*: no C.. compiler; --attention reference",
+        ),
         (V6E, {"attention": "cpu"}, r"--attention cpu needs a CPU, and the device is tpu \(TPU v6 lite\)"),
         (CPU, {"attention": "gpu"}, r"--attention gpu needs a GPU, and the device is cpu \(cpu\); .* --device gpu"),
         (H100, {"attention": "tpu"}, r"--attention tpu needs a TPU, .* gpu \(NVIDIA H100 80GB HBM3\)"),
@@ -203,7 +207,12 @@ def test_interpreted_kernels_run_anywhere_with_a_chips_limits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_every_wish_of_the_command_line_comes_to_something(attention: str, dtype: str, kv_dtype: str) -> None:
-    backend = chosen(V6E if attention == "tpu" else H100, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
+    device = {"tpu": V6E, "cpu": CPU}.get(attention, H100)
+    if attention == "cpu" and (dtype == "bfloat16" or kv_dtype == "fp8"):
+        with pytest.raises(ConfigError, match="--attention cpu: they (read|have)"):
+            with_cpu_kernels(device, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
+        return
+    backend = with_cpu_kernels(device, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
     assert attention in ("auto", str(backend.kernels.implementation))
     assert dtype in ("auto", backend.dtype.name)
 
