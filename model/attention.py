@@ -10,16 +10,26 @@ from headrace.model.rope import Rotation, rotate
 from headrace.model.weights import LayerWeights
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.kv_quantization import to_pool
-from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, GroupQuant, Kernels, KVPool
+from headrace.pallas_kernels.types import (
+    AttentionSpec,
+    AttnMeta,
+    GroupQuant,
+    Implementation,
+    Kernels,
+    KVPool,
+    TiledQuant,
+)
+
+Matrix = jax.Array | GroupQuant | TiledQuant
 
 
-def project(equation: str, x: jax.Array, weight: jax.Array | GroupQuant, kernels: Kernels) -> jax.Array:
+def project(equation: str, x: jax.Array, weight: Matrix, kernels: Kernels) -> jax.Array:
     """A product in the weight's type, accumulated and returned in float32.
 
     float32 is meant as such: by default a GPU or TPU would round the inputs. equation: of a quantized weight always
     rows times a matrix.
     """
-    if isinstance(weight, GroupQuant):
+    if isinstance(weight, GroupQuant | TiledQuant):
         return api.quant_matmul(x.astype(weight.dtype), weight, kernels=kernels)
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return jnp.einsum(equation, x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32)
@@ -46,10 +56,16 @@ def attention(
     v_TKH = _heads(biased(project("TD,DY->TY", x_TD, w.v_DY, kernels), w.v_bias_Y), cfg)
     if w.q_norm_H is not None and w.k_norm_H is not None:
         q_TNH, k_TKH = rms_norm(q_TNH, w.q_norm_H, cfg.rms_norm_eps), rms_norm(k_TKH, w.k_norm_H, cfg.rms_norm_eps)
+    spec = AttentionSpec(scale=cfg.head_dim**-0.5, window=window)
+    if kernels.implementation is Implementation.CPU:
+        qkv_TX = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q_TNH, k_TKH, v_TKH)], axis=1)
+        out_TX, pool = api.rotary_attention(
+            qkv_TX, turn.cos_TH, turn.sin_TH, pool, first_row, meta, spec, sinks_N=w.sinks_N, kernels=kernels
+        )
+        return project("TX,XD->TD", out_TX, w.o_XD, kernels), pool
     # Queries are in the type of products, like every other activation that a product reads.
     q_TNH, k_TKH = rotate(q_TNH, turn).astype(w.q_DX.dtype), rotate(k_TKH, turn)
     new = to_pool(k_TKH, v_TKH, pool.dtype)
-    spec = AttentionSpec(scale=cfg.head_dim**-0.5, window=window)
     out_TNH, pool = api.paged_attention(q_TNH, new, pool, first_row, meta, spec, sinks_N=w.sinks_N, kernels=kernels)
     return project("TX,XD->TD", out_TNH.reshape(out_TNH.shape[0], -1), w.o_XD, kernels), pool
 

@@ -8,6 +8,7 @@ place. Over stages of a mesh each device has a part of the layers (``pipeline.py
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,18 @@ from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 
-from headrace.model.attention import attention, biased, project
+from headrace.model.attention import Matrix, attention, biased, project
 from headrace.model.config import ModelConfig
 from headrace.model.feed_forward import feed_forward
+from headrace.model.fused_layer import fused_layer, is_fused
 from headrace.model.moe import real_tokens
 from headrace.model.norm import rms_norm
 from headrace.model.pipeline import Batch, run_stages
 from headrace.model.rope import Rotation, rotation
 from headrace.model.weights import LayerWeights, Weights
+from headrace.pallas_kernels import api
 from headrace.pallas_kernels.kv_quantization import is_quantized
-from headrace.pallas_kernels.types import AttnMeta, Kernels, KVPool
+from headrace.pallas_kernels.types import AttnMeta, Implementation, Kernels, KVPool, TiledQuant
 from headrace.sharding.collectives import ONE_DEVICE, MeshAxis, Shards, VocabularyShard
 
 Array = jax.Array
@@ -96,15 +99,17 @@ def forward_counting(
     num_layers = cfg.num_layers // shards.stage.size
 
     def run(batch: Batch, pool: KVPool) -> tuple[Array, KVPool, Array | None]:
-        is_real_T = real_tokens(batch.meta, batch.x_TD.shape[0]) if cfg.num_experts else None
+        asks = cfg.num_experts or kernels.implementation is Implementation.CPU
+        is_real_T = real_tokens(batch.meta, batch.x_TD.shape[0]) if asks else None
         layer = functools.partial(
             _layer, cfg=cfg, turn=batch.turn, meta=batch.meta, is_real_T=is_real_T, kernels=kernels, shards=shards
         )
         run_layers = _scanned if isinstance(weights.layers, LayerWeights) else _unrolled
         return run_layers(layer, weights.layers, batch.x_TD, pool, cfg.layer_windows, num_layers)
 
-    x_TD = _embed(weights.embed_VD, inputs.token_T, shards.vocabulary)
-    batch = Batch(x_TD, rotation(inputs.position_T, cfg), inputs.meta)
+    x_TD = _embed(weights.embed_VD, inputs.token_T, shards.vocabulary, kernels)
+    turn = rotation(inputs.position_T, cfg, is_fused=kernels.implementation is not Implementation.CPU)
+    batch = Batch(x_TD, turn, inputs.meta)
     if shards.stage.size == 1:
         x_TD, pool, load_LE = run(batch, pool)
     else:
@@ -112,8 +117,10 @@ def forward_counting(
     return rms_norm(x_TD, weights.final_norm_D, cfg.rms_norm_eps), pool, load_LE
 
 
-def _embed(embed_VD: Array, token_T: Array, axis: MeshAxis) -> Array:
+def _embed(embed_VD: Matrix, token_T: Array, axis: MeshAxis, kernels: Kernels) -> Array:
     """float32 [T, D]. Each device holds rows of the embedding; all but one give zeros."""
+    if isinstance(embed_VD, TiledQuant):
+        return api.columns(embed_VD, token_T, kernels=kernels)
     if axis.size == 1:
         return embed_VD.at[token_T].get(mode="promise_in_bounds").astype(jnp.float32)
     index_T = VocabularyShard(axis=axis, size=embed_VD.shape[0] * axis.size).index_of(token_T)
@@ -125,6 +132,25 @@ def logits(weights: Weights[Array], hidden_TD: Array, *, kernels: Kernels = Kern
     if weights.head_DV is None:
         return project("TD,VD->TV", hidden_TD, weights.embed_VD, kernels)
     return project("TD,DV->TV", hidden_TD, weights.head_DV, kernels)
+
+
+def has_best_column(weights: Weights[Array], kernels: Kernels, shards: Shards) -> bool:
+    """Whether ``best_token`` runs: the CPU's kernels, on one device, with a quantized head."""
+    is_alone = shards.vocabulary.size == shards.data.size == 1
+    return kernels.implementation is Implementation.CPU and is_alone and isinstance(_head(weights), TiledQuant)
+
+
+def best_token(
+    weights: Weights[Array], hidden_TD: Array, is_real_T: Array | None = None, *, kernels: Kernels
+) -> tuple[Array, Array]:
+    """What sampling takes without the logits in memory: (i32 [T] lowest id of the largest logit, any id where one is
+    NaN; bool [T] whether all logits are finite). is_real_T: False marks rows whose result nobody reads."""
+    token_T, _, is_finite_T = api.best_column(hidden_TD, _head(weights), real_M=is_real_T, kernels=kernels)
+    return token_T, is_finite_T
+
+
+def _head(weights: Weights[Any]) -> Any:
+    return weights.embed_VD if weights.head_DV is None else weights.head_DV
 
 
 def stack_layers(weights: Weights[Array]) -> Weights[Array]:
@@ -199,6 +225,8 @@ def _layer(
     window: int | None,
     expert_layer: Array | None,
 ) -> tuple[Array, KVPool, Array | None]:
+    if is_fused(w, cfg, kernels, shards):
+        return (*fused_layer(w, cfg, x_TD, pool, first_row, turn, meta, is_real_T, kernels, window=window), None)
     a_TD = rms_norm(x_TD, w.attn_norm_D, cfg.rms_norm_eps)
     attended_TD, pool = attention(w, cfg, a_TD, pool, first_row, turn, meta, kernels, window=window)
     # Each device has its heads' part of the sum over heads; the bias comes once.

@@ -3,15 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from headrace.model.attention import project
+from headrace.model.attention import Matrix, project
 from headrace.model.config import ModelConfig
 from headrace.model.moe import experts, gated, route
 from headrace.model.weights import LayerWeights
-from headrace.pallas_kernels.types import GroupQuant, Kernels
+from headrace.pallas_kernels.types import Kernels
 from headrace.sharding.collectives import ONE_DEVICE, Shards
 
 Array = jax.Array
-Matrix = Array | GroupQuant
 
 
 def feed_forward(

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file, dequantized to float32 by the ``gguf`` package."""
+"""Tensors of a GGUF file, dequantized to float32 by the ``gguf`` package, or as the small integers that they are."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +10,12 @@ from gguf.constants import GGMLQuantizationType
 
 from headrace.model.errors import ModelFileError
 from headrace.model.family import FileFormat
+from headrace.model.gguf_groups import Groups, groups_of
 from headrace.model.gguf_metadata import GGUFFile
+from headrace.model.quant_form import GGUF_FORMS, QuantForm
 from headrace.model.tensor_source import StoredTensor
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_FORMS)
 # The package walks its input 16 rows at a time; with rows of about this many bytes its temporaries stay in the cache
 # and Python's overhead is small (measured on SmolLM2: 1 GB/s of values, against 0.4 GB/s row by row).
 _ROW_BYTES = 1 << 12
@@ -37,6 +39,12 @@ class GGUFSource:
                 for info in gguf_file.tensors.values()
             }
         )
+
+    def form(self, tensor: StoredTensor) -> QuantForm | None:
+        return GGUF_FORMS.get(tensor.dtype)
+
+    def groups(self, tensor: StoredTensor, raw: np.ndarray) -> Groups:
+        return groups_of(raw, tensor.dtype)
 
     def decode(self, tensor: StoredTensor, raw: np.ndarray) -> np.ndarray:
         if tensor.dtype not in SUPPORTED_TYPES:

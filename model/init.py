@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from headrace.model.config import ModelConfig
-from headrace.model.int8_weights import quantize_channels
+from headrace.model.group_quant import quantized
 from headrace.model.specs import Init, ParamSpec, WeightScheme, param_specs
 from headrace.model.weights import Weights
 from headrace.pallas_kernels.types import GroupQuant
@@ -37,7 +37,9 @@ def init_weights(
             return np.zeros(spec.shape, spec.dtype)
         generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(spec.name.encode())]))
         x = generator.standard_normal(spec.shape, np.float32) * np.float32(1 / math.sqrt(spec.num_inputs))
-        return quantize_channels(spec, x) if spec.is_quantized else x.astype(spec.dtype, copy=False)
+        if spec.rounded_to is not None:
+            return quantized(x, spec.rounded_to, spec.dtype)
+        return x.astype(spec.dtype, copy=False)
 
     weights: Weights[Any] = jax.tree.map(draw, param_specs(cfg, dtype, scheme))
     return weights

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from headrace.model.config import ModelConfig
 from headrace.model.rope_scaling import Llama3Scaling, YarnScaling
 from headrace.model.weights import LayerWeights, Weights
+from headrace.pallas_kernels.types import GroupQuant
 
-Leaf = jax.Array
+Leaf = jax.Array | GroupQuant
 
 
 def logits_SV(weights: Weights[Leaf], cfg: ModelConfig, token_ids: Sequence[int]) -> jax.Array:
@@ -31,17 +32,36 @@ def logits_SV(weights: Weights[Leaf], cfg: ModelConfig, token_ids: Sequence[int]
     if not token_ids or not all(0 <= token < cfg.vocab_size for token in token_ids):
         raise ValueError(f"token_ids must be one or more ids below {cfg.vocab_size}")
     with jax.default_matmul_precision("highest"):
-        x_SD = jnp.asarray(weights.embed_VD)[jnp.asarray(token_ids)].astype(jnp.float32)
+        embed_VD = _embedding(weights.embed_VD)
+        x_SD = embed_VD[jnp.asarray(token_ids)].astype(jnp.float32)
         for index, layer in enumerate(weights.layers):
             x_SD = _layer(layer, cfg, x_SD, cfg.layer_windows[index % len(cfg.layer_windows)])
         x_SD = _rms_norm(x_SD, weights.final_norm_D, cfg.rms_norm_eps)
         if weights.head_DV is None:
-            return jnp.einsum("SD,VD->SV", x_SD, _f32(weights.embed_VD))
+            return jnp.einsum("SD,VD->SV", x_SD, _f32(embed_VD))
         return jnp.einsum("SD,DV->SV", x_SD, _f32(weights.head_DV))
 
 
+def _embedding(x: Leaf) -> jax.Array:
+    """[V, D]; a quantized one is the head [D, V]."""
+    return _f32(x).T if isinstance(x, GroupQuant) else jnp.asarray(x)
+
+
 def _f32(x: Leaf) -> jax.Array:
-    return jnp.asarray(x, jnp.float32)
+    """A quantized weight is what its integers, scales and offsets come to."""
+    if not isinstance(x, GroupQuant):
+        return jnp.asarray(x, jnp.float32)
+    scale, offset = (
+        None if part is None else jnp.repeat(jnp.asarray(part, jnp.float32), x.group, axis=-2)
+        for part in (x.scale_GN, x.offset_GN)
+    )
+    values = jnp.asarray(x.values_KN).astype(jnp.float32) * scale
+    return values if offset is None else values + offset
+
+
+def _expert(x: Leaf, index: int) -> Leaf:
+    one: Leaf = jax.tree.map(lambda part: part[index], x)
+    return one
 
 
 def _rms_norm(x_SD: jax.Array, scale_D: Leaf, eps: float) -> jax.Array:
@@ -69,10 +89,10 @@ def _layer(w: LayerWeights[Leaf], cfg: ModelConfig, x_SD: jax.Array, window: int
         return x_SD + _gate(m_SD @ _f32(w.gate_DF), m_SD @ _f32(w.up_DF), cfg) @ _f32(w.down_FD)
     weight_SE = _weigh(w, cfg, m_SD)
     for e in range(cfg.num_experts):
-        gate_SF, up_SF = m_SD @ _f32(w.gate_EDF[e]), m_SD @ _f32(w.up_EDF[e])
+        gate_SF, up_SF = m_SD @ _f32(_expert(w.gate_EDF, e)), m_SD @ _f32(_expert(w.up_EDF, e))
         if cfg.expert_bias:
             gate_SF, up_SF = gate_SF + _f32(w.gate_bias_EF[e]), up_SF + _f32(w.up_bias_EF[e])
-        y_SD = _gate(gate_SF, up_SF, cfg) @ _f32(w.down_EFD[e])
+        y_SD = _gate(gate_SF, up_SF, cfg) @ _f32(_expert(w.down_EFD, e))
         if cfg.expert_bias:
             y_SD = y_SD + _f32(w.down_bias_ED[e])
         x_SD = x_SD + weight_SE[:, e, None] * y_SD

@@ -17,11 +17,14 @@ class Rotation:
     sin_TH: jax.Array
 
 
-def rotation(position_T: jax.Array, cfg: ModelConfig) -> Rotation:
+def rotation(position_T: jax.Array, cfg: ModelConfig, *, is_fused: bool = True) -> Rotation:
     """Angles position · frequency. Frequencies are rounded once, from float64; angles are float32 like the
-    reference's (at position 8,191 an angle is off by at most 5e-4)."""
+    reference's (at position 8,191 an angle is off by at most 5e-4). is_fused: XLA may fuse it into its uses, which it
+    cannot where a kernel reads it."""
     frequency_H, factor = frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     angle_TH = position_T.astype(jnp.float32)[:, None] * frequency_H
+    if not is_fused:
+        return Rotation(cos_TH=jnp.cos(angle_TH) * factor, sin_TH=jnp.sin(angle_TH) * factor)
     # XLA:CPU fuses cosine and sine into every use and computes them anew per layer and head (5% of a prefill step); it
     # honours no barrier there, but does not fuse through a product.
     once = jnp.eye(cfg.head_dim // 2) * factor

@@ -18,6 +18,8 @@ from headrace.model import mxfp4
 from headrace.model.directory import PICKLE_REFUSAL, PICKLE_SUFFIXES, ModelDirectory, parse_json_object
 from headrace.model.errors import ModelFileError
 from headrace.model.family import FileFormat
+from headrace.model.gguf_groups import Groups
+from headrace.model.quant_form import QuantForm
 from headrace.model.tensor_source import StoredTensor
 
 # A shard of the largest published models has a header below 1 MB.
@@ -63,6 +65,13 @@ class SafetensorsSource:
         if tensor.dtype == mxfp4.DTYPE:
             return mxfp4.decode(raw, tensor.shape)
         return raw.view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def form(self, tensor: StoredTensor) -> QuantForm | None:
+        """Experts in MXFP4 are dequantized: every one of their values is exact in bfloat16."""
+        return None
+
+    def groups(self, tensor: StoredTensor, raw: np.ndarray) -> Groups:
+        raise ValueError(f"{tensor.name} has no form")
 
 
 def _sharded(directory: ModelDirectory, files: list[str]) -> dict[str, StoredTensor]:

@@ -15,6 +15,8 @@ Choices that belong to the policy's version:
 * Temperatures up to GREEDY_TEMPERATURE are greedy, and so is top_k = 1; ties go to the lower id.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -103,12 +105,57 @@ def sample(
         over V are then of partial sums: a cut or a draw can differ from that of one device where they round otherwise.
     """
     vocabulary = VocabularyShard(axis=axis, size=logits_RV.shape[1] * axis.size)
+    sampled = _chosen(logits_RV, state, slot_R, position_R, holds_stops_R, vocabulary)
+    return sampled, _recorded(state, slot_R, sampled.token_R, vocabulary)
+
+
+def sample_or_best(
+    logits: Callable[[], Array],
+    best: Callable[[], tuple[Array, Array]],
+    state: SamplingState,
+    slot_R: Array,
+    position_R: Array,
+    holds_stops_R: Array,
+) -> tuple[Sampled, SamplingState]:
+    """As ``sample``, on one device; the logits are made only where a row of the step asks for more than its best id.
+
+    logits: makes float32 [R, V]. best: makes (i32 [R] lowest id of the largest logit, bool [R] all logits are finite).
+    """
+    vocabulary = VocabularyShard(axis=ALONE, size=state.bias_BV.shape[1])
+    asks_R = _has_penalty(state, slot_R) | state.is_masked_B[slot_R] | holds_stops_R
+    asks_R |= (state.temperature_B[slot_R] > 0) | state.wants_logprobs_B[slot_R]
+    sampled = lax.cond(
+        asks_R.any(),
+        lambda: _chosen(logits(), state, slot_R, position_R, holds_stops_R, vocabulary),
+        lambda: Sampled(*best(), *_no_logprobs(slot_R.shape[0], vocabulary.size)),
+    )
+    return sampled, _recorded(state, slot_R, sampled.token_R, vocabulary)
+
+
+def _recorded(state: SamplingState, slot_R: Array, token_R: Array, vocabulary: VocabularyShard) -> SamplingState:
+    return state.replace(
+        last_token_B=state.last_token_B.at[slot_R].set(token_R, mode="promise_in_bounds"),
+        output_count_BV=state.output_count_BV.at[slot_R, vocabulary.index_of(token_R)].add(1, mode="drop"),
+    )
+
+
+def _has_penalty(state: SamplingState, slot_R: Array) -> Array:
+    return (state.repetition_B[slot_R] != 1) | (state.presence_B[slot_R] != 0) | (state.frequency_B[slot_R] != 0)
+
+
+def _chosen(
+    logits_RV: Array,
+    state: SamplingState,
+    slot_R: Array,
+    position_R: Array,
+    holds_stops_R: Array,
+    vocabulary: VocabularyShard,
+) -> Sampled:
+    axis = vocabulary.axis
     top_R = axis.max(logits_RV.max(axis=-1))
     # A sum keeps NaN and infinities; the maximum does not keep NaN on CPU (jaxlib 0.10.2, from some 1,000 ids on).
     is_finite_R = jnp.isfinite(axis.sum(lane_sums(logits_RV).sum(axis=-1)))
-    has_penalty_R = (
-        (state.repetition_B[slot_R] != 1) | (state.presence_B[slot_R] != 0) | (state.frequency_B[slot_R] != 0)
-    )
+    has_penalty_R = _has_penalty(state, slot_R)
     has_mask_R = state.is_masked_B[slot_R] | holds_stops_R
     draws_R = state.temperature_B[slot_R] > 0
 
@@ -132,23 +179,12 @@ def sample(
         choose,
         lambda: (_first_equal(logits_RV, top_R, vocabulary), jnp.ones_like(is_finite_R)),
     )
-    rows, alternatives = logits_RV.shape[0], num_alternatives(vocabulary.size)
-    no_logprobs = (
-        jnp.zeros(rows),
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros((rows, alternatives), jnp.int32),
-        jnp.zeros((rows, alternatives)),
-    )
     logprobs = lax.cond(
         state.wants_logprobs_B[slot_R].any(),
         lambda: _logprobs(logits_RV, top_R, token_R, vocabulary),
-        lambda: no_logprobs,
+        lambda: _no_logprobs(logits_RV.shape[0], vocabulary.size),
     )
-    state = state.replace(
-        last_token_B=state.last_token_B.at[slot_R].set(token_R, mode="promise_in_bounds"),
-        output_count_BV=state.output_count_BV.at[slot_R, vocabulary.index_of(token_R)].add(1, mode="drop"),
-    )
-    return Sampled(token_R, is_finite_R & has_choice_R, *logprobs), state
+    return Sampled(token_R, is_finite_R & has_choice_R, *logprobs)
 
 
 def _first_equal(x_RV: Array, value_R: Array, vocabulary: VocabularyShard) -> Array:
@@ -196,6 +232,11 @@ def _draw(
 def _uniform(seed_2: Array, position: Array) -> Array:
     key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
     return jax.random.uniform(key)
+
+
+def _no_logprobs(rows: int, vocab_size: int) -> tuple[Array, Array, Array, Array]:
+    of_each = (rows, num_alternatives(vocab_size))
+    return jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros(of_each, jnp.int32), jnp.zeros(of_each)
 
 
 def _logprobs(

@@ -1,25 +1,44 @@
 """One description of every weight: the single source of random init, loading, shardings and memory estimates."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from headrace.model.config import ModelConfig
 from headrace.model.families import family_named
 from headrace.model.family import SourceName
+from headrace.model.quant_form import INT4_GROUPS, INT8_CHANNELS, QuantForm
 from headrace.model.weights import LayerWeights, Weights
 from headrace.sharding.axes import Axis
 
 
 class WeightScheme(StrEnum):
-    """How matrices that products contract lie in memory: in the type of products, or as int8 with one float32 factor
-    for each output channel (of each expert). Embeddings, routers and vectors are never quantized."""
+    """How matrices that products contract lie in memory. Routers and vectors are never quantized.
+
+    native: what a GGUF file holds in groups of small integers stays so, exactly, where the back end has products with
+    such weights (``param_specs``' forms); all else is in the type of products. bf16, f32: dequantized to that type.
+    int8: one float32 factor for each output channel (of each expert). int4: symmetric, one float16 factor for 32
+    inputs of an output channel. int8 and int4 are rounded from the values of the files, and leave embeddings as they
+    are.
+    """
 
     NATIVE = "native"
+    BF16 = "bf16"
+    F32 = "f32"
     INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def dtype(self) -> np.dtype | None:
+        """Of matrices, where the scheme names it."""
+        names = {WeightScheme.BF16: ml_dtypes.bfloat16, WeightScheme.F32: np.float32}
+        return np.dtype(names[self]) if self in names else None
 
 
 class Init(StrEnum):
@@ -30,8 +49,8 @@ class Init(StrEnum):
     NORMAL = "normal"
 
 
-SCALE_DTYPE = np.dtype(np.float32)
-"""Of factors: one in 576 to 28,672 values, so that 4 bytes cost less than 1%."""
+SMALL_MATRICES = ("DE", "D1")
+"""Letters of routers and of the score of a shared expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +59,8 @@ class ParamSpec:
 
     name: path in ``Weights``, such as ``layers.3.q_DX``. shape: in the order of the name's letters. dtype: of the
       weight; what products read beside it is in that type too.
-    is_quantized: a ``GroupQuant`` that stands for this dtype: int8 of this shape, and factors of scale_shape.
+    form: of small integers that stand for this dtype, as a ``GroupQuant`` of matrix_shape; None = not quantized.
+    rounded_to: what the weight is rounded to, where its file does not hold it so; the form holds that exactly.
     is_product: a matrix whose first axis (behind that of experts) a product contracts. Files store it as [outputs,
       inputs] unless its source says otherwise. Vectors and the embedding are stored as they are.
     num_experts: the first axis is that of this many experts, whose weights are read one by one; None for other weights.
@@ -55,10 +75,20 @@ class ParamSpec:
     init: Init
     source: SourceName
     is_product: bool = False
-    is_quantized: bool = False
+    form: QuantForm | None = None
+    rounded_to: QuantForm | None = None
     num_experts: int | None = None
     head_dim: int | None = None
     is_rotated: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.form is not None
+
+    @property
+    def is_read_quantized(self) -> bool:
+        """It comes from its file as a ``GroupQuant``."""
+        return self.form is not None and self.rounded_to is None
 
     @property
     def read_dtype(self) -> np.dtype:
@@ -67,19 +97,28 @@ class ParamSpec:
 
     @property
     def read_bytes(self) -> int:
+        if self.form is not None and self.rounded_to is None:
+            return replace(self.form, values="int8").num_bytes(self.matrix_shape)
         return math.prod(self.shape) * self.read_dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
         """In memory, with factors."""
-        if self.is_quantized:
-            return math.prod(self.shape) + math.prod(self.scale_shape) * SCALE_DTYPE.itemsize
+        if self.form is not None:
+            return self.form.num_bytes(self.matrix_shape)
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Of a matrix as a product takes it, inputs first: an embedding is the head [D, V]."""
+        return self.shape if self.is_product else self.shape[::-1]
+
+    @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Of the factors of a quantized weight: one for each output channel."""
-        return (*self.shape[:-2], 1, self.shape[-1])
+        """Of the factors of a quantized weight."""
+        assert self.form is not None
+        *lead, contraction, columns = self.matrix_shape
+        return (*lead, self.form.num_groups(contraction), columns)
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
@@ -106,8 +145,9 @@ class ParamSpec:
 class _Specs:
     """Makes specs of one model: axes by letter, sources by family."""
 
-    def __init__(self, cfg: ModelConfig, dtype: np.dtype, scheme: WeightScheme) -> None:
-        self.cfg, self.dtype, self.scheme, self.family = cfg, dtype, scheme, family_named(cfg.family)
+    def __init__(self, cfg: ModelConfig, dtype: np.dtype, scheme: WeightScheme, forms: Mapping[str, QuantForm]) -> None:
+        self.cfg, self.dtype, self.scheme, self.forms = cfg, scheme.dtype or dtype, scheme, forms
+        self.family = family_named(cfg.family)
         self.axes = {
             "V": (cfg.vocab_size, Axis.VOCAB),
             "D": (cfg.width, Axis.WIDTH),
@@ -129,20 +169,31 @@ class _Specs:
             width = (self.cfg.shared_expert_width, Axis.FFN)
             axes = [width if letter == "F" else axis for letter, axis in zip(letters, axes, strict=True)]
         # Vectors cost nothing in float32, nor does a router, whose rounding would swap experts.
-        is_small = len(letters) == 1 or letters in ("DE", "D1")
+        is_small = len(letters) == 1 or letters in SMALL_MATRICES
+        shape = tuple(size for size, _ in axes)
+        form = self._form(path, shape) if is_product and not is_small else self.forms.get(path)
         return ParamSpec(
             name=path,
-            shape=tuple(size for size, _ in axes),
+            shape=shape,
             dtype=np.dtype(np.float32) if is_small else self.dtype,
             logical_axes=tuple(axis for _, axis in axes),
             init=init or (Init.ONES if len(letters) == 1 else Init.NORMAL),
             source=source,
             is_product=is_product,
-            is_quantized=is_product and not is_small and self.scheme is WeightScheme.INT8,
+            form=form,
+            rounded_to=None if self.scheme is WeightScheme.NATIVE else form,
             num_experts=self.cfg.num_experts if letters[0] == "E" and len(letters) > 1 else None,
             head_dim=1 if "N" in letters else self.cfg.head_dim if {"X", "Y"} & set(letters) else None,
             is_rotated=path.endswith(("q_DX", "k_DY", "q_bias_X", "k_bias_Y")),
         )
+
+    def _form(self, path: str, shape: tuple[int, ...]) -> QuantForm | None:
+        """Of a matrix that a product contracts."""
+        if self.scheme is WeightScheme.INT8:
+            return INT8_CHANNELS
+        if self.scheme is WeightScheme.INT4:
+            return INT4_GROUPS if INT4_GROUPS.divides(shape[-2]) else None
+        return self.forms.get(path)
 
     def top(self, field: str, *, is_product: bool = False) -> ParamSpec:
         return self.make(field, self.family.top[field], is_product=is_product)
@@ -171,15 +222,30 @@ class _Specs:
         )
 
 
+def may_be_quantized(spec: ParamSpec) -> bool:
+    """Matrices but routers, which choose, and single columns; and the embedding, as the head that it can be."""
+    letters = spec.name.rsplit("_", 1)[1]
+    return spec.name == "embed_VD" or (spec.is_product and letters not in SMALL_MATRICES)
+
+
+NO_FORMS: Mapping[str, QuantForm] = MappingProxyType({})
+
+
 def param_specs(
-    cfg: ModelConfig, dtype: np.dtype | type = np.float32, scheme: WeightScheme = WeightScheme.NATIVE
+    cfg: ModelConfig,
+    dtype: np.dtype | type = np.float32,
+    scheme: WeightScheme = WeightScheme.NATIVE,
+    forms: Mapping[str, QuantForm] = NO_FORMS,
 ) -> Weights[ParamSpec]:
     """Specs of all weights of a model, in the tree of its ``Weights``.
 
-    dtype: of matrices in memory, or what quantized ones stand for; vectors and routers are float32. scheme: of the
-    matrices that products contract. Files may hold other types.
+    dtype: of matrices in memory, or what quantized ones stand for, unless the scheme names a type; vectors and routers
+    are float32. scheme: of the matrices that products contract. Files may hold other types. forms: of the native scheme
+    alone: in what form matrices and the embedding stay quantized, by the weight's name; what is not there is not.
     """
-    specs = _Specs(cfg, np.dtype(dtype), scheme)
+    if forms and scheme is not WeightScheme.NATIVE:
+        raise ValueError(f"forms of weights in files are of the native scheme, not of {scheme}")
+    specs = _Specs(cfg, np.dtype(dtype), scheme, forms)
     return Weights(
         embed_VD=specs.top("embed_VD"),
         layers=tuple(specs.layer(i) for i in range(cfg.num_layers)),
@@ -189,7 +255,10 @@ def param_specs(
 
 
 def weight_bytes(
-    cfg: ModelConfig, dtype: np.dtype | type = np.float32, scheme: WeightScheme = WeightScheme.NATIVE
+    cfg: ModelConfig,
+    dtype: np.dtype | type = np.float32,
+    scheme: WeightScheme = WeightScheme.NATIVE,
+    forms: Mapping[str, QuantForm] = NO_FORMS,
 ) -> int:
-    """Bytes of all weights in memory; nothing is allocated."""
-    return sum(spec.num_bytes for spec in jax.tree.leaves(param_specs(cfg, dtype, scheme)))
+    """Bytes of all weights in memory; nothing is allocated. See param_specs."""
+    return sum(spec.num_bytes for spec in jax.tree.leaves(param_specs(cfg, dtype, scheme, forms)))

@@ -11,6 +11,8 @@ import numpy as np
 
 from headrace.model.errors import ModelFileError
 from headrace.model.family import FileFormat
+from headrace.model.gguf_groups import Groups
+from headrace.model.quant_form import QuantForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,14 @@ class TensorSource(Protocol):
 
     def decode(self, tensor: StoredTensor, raw: np.ndarray) -> np.ndarray:
         """The values of ``raw`` (uint8, num_bytes) as float32 or a type that float32 holds exactly, in its shape."""
+        ...
+
+    def form(self, tensor: StoredTensor) -> QuantForm | None:
+        """What holds the tensor exactly, in groups along its last axis; None where the format has no such form."""
+        ...
+
+    def groups(self, tensor: StoredTensor, raw: np.ndarray) -> Groups:
+        """Of a tensor that has a form, in the order of its values."""
         ...
 
 

@@ -17,11 +17,13 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 
+from headrace.model.arrange import QuantWindow, arrange
 from headrace.model.config import ModelConfig
 from headrace.model.errors import ModelFileError
 from headrace.model.families import family_named
 from headrace.model.family import FileFormat
-from headrace.model.specs import ParamSpec, WeightScheme, param_specs
+from headrace.model.quant_form import QuantForm
+from headrace.model.specs import NO_FORMS, ParamSpec, WeightScheme, may_be_quantized, param_specs
 from headrace.model.tensor_source import (
     StoredTensor,
     TensorSource,
@@ -29,6 +31,7 @@ from headrace.model.tensor_source import (
     read_bytes,
     refuse_not_finite,
 )
+from headrace.pallas_kernels.types import GroupQuant
 
 Progress = Callable[[int, int], None]
 """(done_bytes, total_bytes) of the stored tensors; called by the thread that loads."""
@@ -50,17 +53,23 @@ class WeightFiles:
     """Weights that are all there in the right shapes, none of them read yet.
 
     config: of the model. specs: by name, in the order of ``Weights``. dtype: of the matrices in memory, float32 or
-    bfloat16 (vectors are float32). scheme: matrices that are to be quantized come in float32.
+    bfloat16 (vectors are float32). scheme: matrices that are to be quantized come in float32. forms: see param_specs;
+    those weights come as a ``GroupQuant`` of the form that their file has, which forms may be wider than.
     Raises: ModelFileError, which names the file and the tensor that is missing, extra or of the wrong shape.
     """
 
     def __init__(
-        self, config: ModelConfig, source: TensorSource, dtype: np.dtype, scheme: WeightScheme = WeightScheme.NATIVE
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        dtype: np.dtype,
+        scheme: WeightScheme = WeightScheme.NATIVE,
+        forms: Mapping[str, QuantForm] = NO_FORMS,
     ) -> None:
         self.config = config
-        specs = jax.tree.leaves(param_specs(config, dtype, scheme))
+        specs = jax.tree.leaves(param_specs(config, dtype, scheme, forms))
         self.specs: Mapping[str, ParamSpec] = {spec.name: spec for spec in specs}
-        self._source = source
+        self._source, self._dtype = source, dtype
         self._pieces = {name: _pieces(spec, source) for name, spec in self.specs.items()}
         used = {name for spec in self.specs.values() for name in _names(spec, source.format)}
         _refuse_extra(config, source, used)
@@ -71,7 +80,29 @@ class WeightFiles:
         """Of one weight in the files. Two weights that lie in one tensor count it each."""
         return sum(tensor.num_bytes for tensor in self._pieces[name])
 
-    def stream(self, names: Sequence[str], progress: Progress | None = None) -> Iterator[tuple[ParamSpec, np.ndarray]]:
+    def keeping(self, forms: Mapping[str, QuantForm]) -> "WeightFiles":
+        """The same weights, none read yet, with those that forms name quantized as their files have them."""
+        return WeightFiles(self.config, self._source, self._dtype, WeightScheme.NATIVE, forms)
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The stored type of each weight, by its name."""
+        return {name: pieces[0].dtype for name, pieces in self._pieces.items()}
+
+    @property
+    def forms(self) -> Mapping[str, QuantForm]:
+        """Of each matrix, and of the embedding, that the files hold in groups of small integers."""
+        found = {name: self._form(spec) for name, spec in self.specs.items() if may_be_quantized(spec)}
+        return {name: form for name, form in found.items() if form is not None}
+
+    def _form(self, spec: ParamSpec) -> QuantForm | None:
+        forms = {self._source.form(tensor) for tensor in self._pieces[spec.name]}
+        # Groups run along the rows of a stored tensor, which must be the inputs.
+        return None if len(forms) > 1 or spec.source.is_inputs_first else forms.pop()
+
+    def stream(
+        self, names: Sequence[str], progress: Progress | None = None
+    ) -> Iterator[tuple[ParamSpec, np.ndarray | GroupQuant]]:
         """Each of these weights as its spec has it, in this order; whoever takes an array has the only reference to it.
 
         progress: called when a weight was taken and the next one is asked for.
@@ -112,10 +143,37 @@ class WeightFiles:
 
     def _start(self, name: str, pool: ThreadPoolExecutor) -> "_Reading":
         spec, pieces = self.specs[name], self._pieces[name]
+        if spec.is_read_quantized:
+            return self._start_quantized(spec, pieces, pool)
         out = np.empty(spec.shape, spec.read_dtype)
         windows = out if spec.num_experts is not None else [out]
         jobs = [pool.submit(self._read, spec, tensor, window) for tensor, window in zip(pieces, windows, strict=True)]
         return _Reading(out, jobs, functools.partial(self._leaves.__setitem__, name))
+
+    def _start_quantized(self, spec: ParamSpec, pieces: list[StoredTensor], pool: ThreadPoolExecutor) -> "_Reading":
+        form = self._form(spec)
+        if form is None:
+            raise ValueError(f"weight {spec.name} is not quantized in its file")
+        out = QuantWindow.empty(spec, form)
+        windows = out.by_expert() if spec.num_experts is not None else [out]
+        jobs = [
+            pool.submit(self._read_quantized, spec, form, tensor, window)
+            for tensor, window in zip(pieces, windows, strict=True)
+        ]
+        whole = out.weight(form, spec.dtype)
+        return _Reading(whole, jobs, functools.partial(self._leaves.__setitem__, spec.name))
+
+    def _read_quantized(self, spec: ParamSpec, form: QuantForm, tensor: StoredTensor, out: QuantWindow) -> Leaf:
+        digest, bad = hashlib.sha256(), 0
+        for part, first, last in _row_blocks(spec, tensor):
+            raw = read_bytes(part)
+            digest.update(raw.data)
+            groups = self._source.groups(part, raw)
+            bad += groups.num_not_finite()
+            out.fill(spec, form, groups, (first, last), interleaved_rotary=self._interleaved)
+        if bad:
+            refuse_not_finite(tensor, bad)
+        return tensor.name, tensor.dtype, tensor.shape, digest.hexdigest()
 
     def _read(self, spec: ParamSpec, tensor: StoredTensor, out: np.ndarray) -> Leaf:
         digest, bad = hashlib.sha256(), 0
@@ -134,10 +192,10 @@ class _Reading:
     """One weight that threads are filling. jobs: one for each piece that is read. on_leaves: called with what they
     found."""
 
-    def __init__(self, out: np.ndarray, jobs: list[Future[Leaf]], on_leaves: Callable[[list[Leaf]], None]) -> None:
+    def __init__(self, out: Any, jobs: list[Future[Leaf]], on_leaves: Callable[[list[Leaf]], None]) -> None:
         self._out, self._jobs, self._on_leaves = out, jobs, on_leaves
 
-    def result(self) -> np.ndarray:
+    def result(self) -> Any:
         self._on_leaves([job.result() for job in self._jobs])
         return self._out
 
@@ -190,13 +248,20 @@ def _blocks(spec: ParamSpec, tensor: StoredTensor, out: np.ndarray) -> Iterator[
     if tensor.scales is not None or len(tensor.shape) < 2:
         yield tensor, out
         return
-    rows, is_turned = tensor.shape[0], spec.is_product and not spec.source.is_inputs_first
+    is_turned = spec.is_product and not spec.source.is_inputs_first
+    for part, first, last in _row_blocks(spec, tensor):
+        yield part, out[..., first:last] if is_turned else out[first:last]
+
+
+def _row_blocks(spec: ParamSpec, tensor: StoredTensor) -> Iterator[tuple[StoredTensor, int, int]]:
+    """(rows first..last of a matrix as a tensor, first, last)."""
+    rows = tensor.shape[0]
     # llama.cpp's order of rotated rows is put right within a head.
     unit = spec.head_dim if spec.is_rotated and spec.head_dim is not None else 1
     step = max(1, BLOCK_BYTES * rows // tensor.num_bytes // unit) * unit
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        yield tensor.rows(first, last), out[..., first:last] if is_turned else out[first:last]
+        yield tensor.rows(first, last), first, last
 
 
 def _names(spec: ParamSpec, file_format: FileFormat) -> list[str]:
@@ -237,24 +302,3 @@ def _refuse_extra(config: ModelConfig, source: TensorSource, used: set[str]) -> 
             tied = name == family.top["head_DV"].hf and config.tied_embeddings
             why = "which config.json denies with tie_word_embeddings" if tied else "which this model does not have"
             raise ModelFileError(tensor.path, f"holds tensor {name!r:.200}, {why}")
-
-
-def arrange(spec: ParamSpec, values: np.ndarray, out: np.ndarray, *, interleaved_rotary: bool) -> None:
-    """Write a stored tensor in the layout and type of its spec.
-
-    Args:
-      values: as stored, of one expert where the spec has many. out: [spec.piece_shape], of spec.read_dtype.
-      interleaved_rotary: rows of rotated heads lie in llama.cpp's order, in which the two halves of a head alternate;
-        they are put back into halves.
-    Source: the permutation of convert_hf_to_gguf.py in ggml-org/llama.cpp (LlamaModel.permute).
-    """
-    if spec.is_product and not spec.source.is_inputs_first:
-        values = values.T
-    if spec.source.half is not None:
-        values = values[..., spec.source.half :: 2]
-    if spec.is_rotated and spec.head_dim is not None and interleaved_rotary:
-        half = spec.head_dim // 2
-        heads = (*out.shape[:-1], -1)
-        out.reshape(*heads, 2, half)[...] = values.reshape(*heads, half, 2).swapaxes(-1, -2)
-    else:
-        out[...] = values

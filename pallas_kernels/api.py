@@ -116,53 +116,60 @@ def fused_matmul(
     is_gated: bool = False,
     residual_MN: jax.Array | None = None,
     layer: jax.Array | int | None = None,
+    real_M: jax.Array | None = None,
     kernels: Kernels,
 ) -> jax.Array:
     """What lies between two attentions, in few passes: one input times weights side by side. CPU only.
 
     Args:
-      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, silu(gate) * value being the input.
+      x_MK: float32 [M, K]; where is_gated, [M, 2K]: a gate and a value side by side, the input silu(gate) * value.
       weights: [K, N] each, of any forms; their results come side by side in this order.
       norm: of the input, before the product; not together with is_gated.
       residual_MN: added to the result.
       layer: weights and norm are stacked over layers ([L, ...]), and this is the one that is meant.
+      real_M: integers, 0 marks a row of padding, which costs nothing and gives 0 whatever is in it; None = no padding.
     Returns: float32 [M, sum of N]. What a row gives does not depend on M or on the other rows, bit for bit.
     Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
     """
     return _kernel("quant_matmul", kernels, "fused_matmul")(
-        x_MK, weights, norm, is_gated, residual_MN, layer, kernels
+        x_MK, weights, norm, is_gated, residual_MN, layer, kernels, real_M
     )
 
 
 def best_column(
-    x_MK: jax.Array, weight: TiledQuant, *, norm: Rms | None = None, kernels: Kernels
+    x_MK: jax.Array,
+    weight: TiledQuant,
+    *,
+    norm: Rms | None = None,
+    real_M: jax.Array | None = None,
+    kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The largest value of each row of fused_matmul(x, (weight,), norm=norm), and where it is; the product itself is
     never in memory. CPU only.
 
     Returns: (i32 [M] lowest column with the largest value, any one in range where there is NaN; float32 [M] its value;
-      bool [M] whether all values are finite).
+      bool [M] whether all values are finite); (0, 0, True) of padding, see fused_matmul.
     """
-    return _kernel("quant_matmul", kernels, "best_column")(x_MK, weight, norm, kernels)
+    return _kernel("quant_matmul", kernels, "best_column")(x_MK, weight, norm, kernels, real_M)
 
 
 def columns(weight: TiledQuant, index_T: jax.Array, *, kernels: Kernels) -> jax.Array:
     """float32 [T, K]: some columns of a weight, dequantized; a tied head's are the embedding. CPU only.
 
-    index_T: i32, in range (nothing is checked here).
+    index_T: i32, in range: the program fails where one is not.
     """
     return _kernel("quant_matmul", kernels, "columns")(weight, index_T, kernels)
 
 
-def quant_matmul(x_MK: jax.Array, weight: GroupQuant, *, kernels: Kernels) -> jax.Array:
+def quant_matmul(x_MK: jax.Array, weight: GroupQuant | TiledQuant, *, kernels: Kernels) -> jax.Array:
     """x @ (scale * values + offset), accumulated in float32, without a dequantized weight in memory.
 
     Args:
-      x_MK: float32 or bfloat16. weight: [K, N].
+      x_MK: float32 or bfloat16. weight: [K, N]; TiledQuant on CPU, and there only.
     Returns: float32 [M, N].
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=2)
+    _check_weight(x_MK, weight, 2, kernels)
     return _kernel("quant_matmul", kernels)(x_MK, weight, kernels)
 
 
@@ -187,7 +194,7 @@ def grouped_matmul(
     Returns: float32 [M, N]; zeros in rows of experts elsewhere, and behind the last group.
     Raises: UnsupportedCase: shapes that do not agree, or that the implementation cannot run.
     """
-    _check_weight(x_MK, weight, rank=3 if layer is None else 4)
+    _check_weight(x_MK, weight, 3 if layer is None else 4, kernels)
     return _kernel("grouped_matmul", kernels)(x_MK, weight, group_sizes_G, group_offset, kernels, layer)
 
 
@@ -217,13 +224,14 @@ def top_cut(
 
 
 def _kernel(operation: str, kernels: Kernels, function: str | None = None) -> Callable[..., Any]:
-    module = f"headrace.pallas_kernels.{operation}.{kernels.implementation}"
+    implementation = Implementation.REFERENCE if operation in kernels.by_reference else kernels.implementation
+    module = f"headrace.pallas_kernels.{operation}.{implementation}"
     try:
         return getattr(importlib.import_module(module), function or operation)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise UnsupportedCase(f"{operation} has no {kernels.implementation} implementation") from error
+        raise UnsupportedCase(f"{operation} has no {implementation} implementation") from error
 
 
 def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:
@@ -237,9 +245,11 @@ def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:
             raise UnsupportedCase(f"{name} of {dtype} {'without scales' if scale is None else 'with scales'}")
 
 
-def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant, rank: int) -> None:
+def _check_weight(x_MK: jax.Array, weight: jax.Array | GroupQuant | TiledQuant, rank: int, kernels: Kernels) -> None:
+    if isinstance(weight, TiledQuant) and kernels.implementation is not Implementation.CPU:
+        raise UnsupportedCase(f"tiles are for CPU kernels; {kernels.implementation} reads a GroupQuant")
     values = weight.values_KN if isinstance(weight, GroupQuant) else weight
-    if values.ndim != rank or values.shape[-2] != x_MK.shape[1]:
+    if len(values.shape) != rank or values.shape[-2] != x_MK.shape[1]:
         raise UnsupportedCase(f"a weight of shape {values.shape} does not fit inputs of shape {x_MK.shape}")
     if isinstance(weight, GroupQuant):
         shape, scales = values.shape, weight.scale_GN.shape

@@ -53,6 +53,8 @@ class Kernels:
     interpret: what ``pallas_call`` gets as ``interpret``: False, True, or parameters of an interpreter.
     blocks: explicit block sizes, one frozen dataclass at most of each operation's kind; they win over tuned ones.
     activations: of products with quantized weights; other implementations than the CPU's are always exact.
+    by_reference: operations, by name, that the implementation has no code for and the reference runs; a part of the
+      choice, shown at the start. What is not listed is refused.
     """
 
     implementation: Implementation = Implementation.REFERENCE
@@ -60,6 +62,7 @@ class Kernels:
     interpret: Hashable = False
     blocks: tuple[Hashable, ...] = ()
     activations: Activations = Activations.EXACT
+    by_reference: tuple[str, ...] = ()
 
     def explicit(self, kind: type[Blocks]) -> Blocks | None:
         """The given block sizes of this kind."""
@@ -152,8 +155,10 @@ class TokenKV:
 class GroupQuant:
     """A weight [K, N] (or [..., K, N]) of small integers: scale * value + offset, one scale per group of K and column.
 
-    values_KN: int8 or int4. scale_GN, offset_GN: bfloat16 or float32, G groups of as many rows; offset None =
-      symmetric. One group is one scale per output channel; cut along K over a mesh, each device has all of them.
+    In float32 the product is rounded, and then the sum.
+
+    values_KN: int8, int4 or uint4. scale_GN, offset_GN: float16, bfloat16 or float32, G groups of as many rows; offset
+      None = symmetric. One group is one scale per output channel; cut along K over a mesh, each device has all of them.
     stands_for: name of the float type of the weight: what a product reads beside it is in that type.
     """
 
@@ -184,6 +189,7 @@ class TiledQuant:
     blocks_NGU: uint8 [N / tile, G, bytes], or [L, N / tile, G, bytes] of all layers. A block holds the values of one
       group and of one tile's columns, then their scales, then their offsets (``quant_matmul/cpu/tiles.py``).
     num_rows, num_columns: K, N. bits: 4 or 8, of a value. group: values along K that share a scale. tile: columns.
+    zero: values are stored unsigned, as value + zero.
     is_affine: there are offsets. scale_dtype: of scales and offsets, float16 or float32. stands_for: as GroupQuant's.
     """
 
@@ -193,6 +199,7 @@ class TiledQuant:
     bits: int = struct.field(pytree_node=False, kw_only=True)
     group: int = struct.field(pytree_node=False, kw_only=True)
     tile: int = struct.field(pytree_node=False, kw_only=True)
+    zero: int = struct.field(pytree_node=False, kw_only=True)
     is_affine: bool = struct.field(pytree_node=False, kw_only=True)
     scale_dtype: str = struct.field(pytree_node=False, kw_only=True)
     stands_for: str = struct.field(pytree_node=False, default="float32", kw_only=True)

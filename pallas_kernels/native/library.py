@@ -13,7 +13,14 @@ from headrace.pallas_kernels.native.build import Progress, built, no_progress
 from headrace.pallas_kernels.native.compiler import BuildError
 
 PLATFORM = "cpu"
-TARGETS: tuple[str, ...] = ("HeadraceNop", "HeadraceStream")
+TARGETS: tuple[str, ...] = (
+    "HeadraceBestColumn",
+    "HeadraceColumns",
+    "HeadraceFusedMatmul",
+    "HeadraceNop",
+    "HeadraceRotaryAttention",
+    "HeadraceStream",
+)
 """Symbols of FFI handlers; each is registered under its own name."""
 
 

@@ -7,7 +7,7 @@ pages) is known in the engine process alone, which reports it when it is ready.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -39,9 +39,10 @@ SWAP_POOLS = 4
 DEFAULT_MEMORY_FRACTION = 0.9
 """On accelerators. The rest is for code, fragments and what the compiler does not report."""
 DEVICES = ("auto", "cpu", "gpu", "tpu")
-ATTENTIONS = ("auto", "tpu", "gpu", "reference")
+ATTENTIONS = ("auto", "tpu", "gpu", "cpu", "reference")
+ACTIVATIONS = ("auto", "exact", "int16", "int8")
 DTYPES = ("auto", "float32", "bfloat16")
-WEIGHTS = ("native", "int8")
+WEIGHTS = ("native", "bf16", "f32", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 LADDER_STEP = 4
 """Between programs of a ladder; a row or token of padding costs less than one more program to compile."""
@@ -67,14 +68,15 @@ class FakeOptions:
 class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
-    model: path of a .gguf file or a model directory. device, attention, dtype, weights, kv_dtype: see DEVICES and the
-    others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes together; each gets
-    its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV
-    pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
-    num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
-    of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. hosts: this host's
-    place among several that serve one model together; None = it is alone. journal: None = none. interpret: tests only,
-    no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
+    model: path of a .gguf file or a model directory. device, attention, activations, dtype, weights, kv_dtype: see
+    DEVICES and the others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes
+    together; each gets its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or
+    memory_fraction: size of the KV pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of
+    their memory, on CPU enough for num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own.
+    chunk_tokens: most prompt tokens of a step, a multiple of page_size. compile_cache: directory of compiled programs;
+    None = none. hosts: this host's place among several that serve one model together; None = it is alone. journal: None
+    = none. interpret: tests only, no command-line option leads here: kernels run in Pallas's plain interpreter, on any
+    device.
 
     swap_bytes: host memory of each lane for preempted requests; None = DEFAULT_SWAP_BYTES, or none with hosts.
     preemption: a PreemptionPolicy. inter_token_ms, aging_s, deterministic, is_shared: see SchedulerConfig.
@@ -84,6 +86,7 @@ class EngineOptions:
     device: str = "auto"
     mesh: str | None = None
     attention: str = "auto"
+    activations: str = "auto"
     dtype: str = "auto"
     weights: str = "native"
     kv_dtype: str = "auto"
@@ -137,9 +140,10 @@ class ResolvedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run. dtype: of
-    weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
-    ``Ready``. numerics: of device and libraries; ``numerics_of`` adds the shapes of programs."""
+    """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run; why: these, for
+    people. dtype: of weights and products. weights: how the matrices of products lie in memory. activations, scheme,
+    scheme_lines, family, architecture, stored_types: see ``Ready``. numerics: of device and libraries; ``numerics_of``
+    adds the shapes of programs."""
 
     runner: Runner
     resolved: ResolvedEngine
@@ -150,6 +154,10 @@ class BuiltEngine:
     dtype: str
     mesh: str = "tensor=1"
     weights: str = "native"
+    activations: str = "exact"
+    why: str = ""
+    scheme: Mapping[str, Any] = field(default_factory=dict)
+    scheme_lines: tuple[str, ...] = ()
     family: str = ""
     architecture: str = ""
     stored_types: Mapping[str, int] = field(default_factory=dict)
@@ -231,6 +239,7 @@ def _check_values(options: EngineOptions, page_size: int, kv: KVFormat) -> None:
     for flag, value, known in (
         ("--device", options.device, DEVICES),
         ("--attention", options.attention, ATTENTIONS),
+        ("--activations", options.activations, ACTIVATIONS),
         ("--dtype", options.dtype, DTYPES),
         ("--weights", options.weights, WEIGHTS),
         ("--kv-dtype", options.kv_dtype, KV_DTYPES),

@@ -118,8 +118,9 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
     _print_rows(
         console,
         ("device", _topology_text(ready)),
-        ("attention", f"{ready.attention} kernels"),
+        ("kernels", _kernels_text(ready)),
         ("types", f"{_weights_text(ready)}, KV {ready.kv_dtype}"),
+        *((("weights", "\n".join(ready.scheme_lines)),) if ready.scheme_lines else ()),
         *_memory_rows(model, ready),
     )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -134,6 +135,12 @@ def print_ledger(console: Console, model: ModelConfig, ready: Ready) -> None:
         f"ready after {ready.warmup_seconds:.1f} s",
         highlight=False,
     )
+
+
+def _kernels_text(ready: Ready) -> str:
+    """With the reason for them, and how products read their inputs where that is a choice."""
+    inputs = f", inputs of products with quantized weights {ready.activations}" if ready.attention == "cpu" else ""
+    return f"{ready.attention}{inputs}{f'; {ready.why}' if ready.why else ''}"
 
 
 def _readiness_text(options: ServeOptions) -> str:
@@ -175,13 +182,14 @@ def _model_text(name: str, path: str, model: ModelConfig) -> str:
 def _weights_text(ready: Ready) -> str:
     if ready.weights == "native":
         return f"weights and products {ready.dtype}"
-    return f"weights of products {ready.weights}, one float32 factor per output channel; products {ready.dtype}"
+    return f"weights of products {ready.weights}; products {ready.dtype}"
 
 
 def _wishes_text(engine: EngineOptions) -> str:
     place = f"--device {engine.device} --mesh {engine.mesh or 'tensor=1'}"
     types = (
-        f"--attention {engine.attention} --dtype {engine.dtype} --weights {engine.weights} --kv-dtype {engine.kv_dtype}"
+        f"--attention {engine.attention} --activations {engine.activations} --dtype {engine.dtype} "
+        f"--weights {engine.weights} --kv-dtype {engine.kv_dtype}"
     )
     return f"{place} {types}; what they come to is printed when the engine is ready"
 

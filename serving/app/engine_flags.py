@@ -7,6 +7,7 @@ import click
 
 from headrace.model.pull import ResolvedModel, default_cache_dir
 from headrace.serving.app.build import (
+    ACTIVATIONS,
     ATTENTIONS,
     DEFAULT_MEMORY_FRACTION,
     DEFAULT_SWAP_BYTES,
@@ -43,7 +44,15 @@ def _compute_options() -> tuple[Callable[..., Any], ...]:
             "--attention",
             type=click.Choice(ATTENTIONS),
             default="auto",
-            help="Whose attention kernels run; auto: the device's, reference (plain XLA) on CPU. Nothing falls back.",
+            help="Whose kernels run; auto: the device's, on CPU where they can be compiled and run this model, else "
+            "reference (plain XLA), with the reason. Nothing falls back later.",
+        ),
+        compute(
+            "--activations",
+            type=click.Choice(ACTIVATIONS),
+            default="auto",
+            help="How the CPU's kernels read inputs of products with quantized weights: exact (float32), int16 (auto: "
+            "the same greedy tokens in all our checks) or int8 (faster; some tokens differ).",
         ),
         compute(
             "--dtype",
@@ -162,6 +171,7 @@ def resolved_options(found: ResolvedModel, flags: dict[str, Any], place: HostPla
         device=flags["device"],
         mesh=flags["mesh"],
         attention=flags["attention"],
+        activations=flags["activations"],
         dtype=flags["dtype"],
         weights=flags["weights"],
         kv_dtype=flags["kv_dtype"],

@@ -52,7 +52,7 @@ def run_generate(
         llm = LLM(options.model, progress=display.update, **rest)
     place = f"{llm.topology.device}, mesh {llm.mesh}"
     chosen = f"{place}, {llm.attention} attention, {llm.dtype}, KV {llm.resolved.kv.dtype}"
-    console.print(chosen, style="dim", highlight=False)
+    console.print(f"{chosen}{f'; {llm.why}' if llm.why else ''}", style="dim", highlight=False)
     on_text = None if as_json else _write
     try:
         if prompt.chat:

@@ -6,7 +6,10 @@ import jax
 
 from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import config_on_mesh
+from headrace.model.specs import WeightScheme
 from headrace.model.weight_files import config_hash
+from headrace.pallas_kernels.native.library import load
+from headrace.pallas_kernels.types import Activations
 from headrace.serving.app.build import (
     DEFAULT_MEMORY_FRACTION,
     BuiltEngine,
@@ -29,6 +32,7 @@ from headrace.serving.runner.backend import (
 )
 from headrace.serving.runner.compile_cache import use_compile_cache
 from headrace.serving.runner.distributed import connect, devices_of_hosts, is_here
+from headrace.serving.runner.forms import with_forms
 from headrace.serving.runner.load import PlacedModel, load_placed
 from headrace.serving.runner.memory import check_pages, free_bytes, limit_of, measure
 from headrace.serving.runner.numerics import numerics_of
@@ -54,13 +58,15 @@ def build_jax_engine(
     own = [x for x in devices if is_here(x)]
     wishes = Wishes(
         attention=options.attention,
+        activations=options.activations,
         dtype=options.dtype,
         weights=options.weights,
         kv_dtype=options.kv_dtype,
         interpret=options.interpret,
     )
-    backend = choose_backend(device, wishes, mesh)
+    backend = choose_backend(device, wishes, mesh, model=config, load=partial(_load_kernels, progress))
     resolved = resolve(options, _config_on(config, shape), backend.kv_format)
+    backend = _checked(with_forms(backend, options.model), options)
     use_compile_cache(options.compile_cache)
     if _needs_limit(options, device):
         progress("measuring the largest program", 0, 1)
@@ -80,13 +86,37 @@ def build_jax_engine(
         topology=topology_of(devices),
         mesh=str(shape),
         attention=f"{kernels.implementation}{' interpreted' if kernels.interpret else ''}",
+        activations=kernels.activations.value if has_quantized(backend) else Activations.EXACT.value,
+        why=backend.why,
+        scheme={} if model.scheme is None else model.scheme.as_json(),
+        scheme_lines=() if model.scheme is None else model.scheme.lines(),
         dtype=backend.dtype.name,
         weights=backend.weights.value,
         family=model.config.family,
         architecture=config_hash(model.config),
         stored_types=model.stored_types,
-        numerics=numerics_of(device),
+        numerics=numerics_of(device) | ({"kernels": f"cpu:{backend.isa}"} if backend.isa else {}),
     )
+
+
+def has_quantized(backend: Backend) -> bool:
+    """Whether products read quantized weights."""
+    return bool(backend.forms) or backend.weights in (WeightScheme.INT8, WeightScheme.INT4)
+
+
+def _checked(backend: Backend, options: EngineOptions) -> Backend:
+    """Raises: ConfigError for --activations without a weight that it is about."""
+    if options.activations not in ("auto", Activations.EXACT.value) and not has_quantized(backend):
+        raise ConfigError(
+            f"--activations {options.activations} is about products with quantized weights, and this model's are not; "
+            "take --activations auto or exact, or --weights int8 or int4"
+        )
+    return backend
+
+
+def _load_kernels(progress: Progress) -> str:
+    """Of the CPU; compiled at the first start. Raises: BuildError."""
+    return load(progress=lambda done, total, name: progress(f"compiling kernels: {name}", done, total)).isa
 
 
 def _agreed(

@@ -96,7 +96,7 @@ class LLM:
         self.resolved = built.resolved
         self.model_hash = built.model_hash
         self.topology, self.mesh, self.attention = built.topology, built.mesh, built.attention
-        self.dtype, self.weights = built.dtype, built.weights
+        self.dtype, self.weights, self.activations, self.why = built.dtype, built.weights, built.activations, built.why
         scheduler = built.resolved.scheduler
         eos_ids = tuple(sorted({*self.config.eos_ids, *self.tokenizer.eos_ids}))
         self._limits = Limits.of(scheduler, vocab_size=self.config.vocab_size, eos_ids=eos_ids)

@@ -41,6 +41,7 @@ WORDS: Final[Mapping[str, str]] = {
     "quantization": "quantization (scheme)",
     "kv_dtype": "dtype of KV pages",
     "attention": "kernel back end",
+    "activations": "activations (inputs of products with quantized weights)",
     "sampling": "sampling policy",
 }
 """What people call a part, where its name does not say it."""

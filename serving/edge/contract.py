@@ -27,16 +27,12 @@ from headrace.serving.engine.messages import Ready
 
 EXPECT_HEADER = "x-headrace-expect-contract"
 CONTRACT_HEADER = "x-headrace-contract"
-INT8_SCHEME = (
-    "int8 symmetric, one group per output channel over the whole contraction, float32 factors, rounded to nearest from "
-    "the stored values without calibration; embeddings, routers and vectors are not quantized"
-)
 
 
 def quantization(ready: Ready) -> dict[str, object]:
-    """The exact scheme: how many tensors of which type the files hold, and what becomes of them in memory."""
-    own = f"decoded to {ready.dtype}" if ready.weights == "native" else ready.weights
-    return {"stored": dict(ready.stored_types), "served": INT8_SCHEME if ready.weights == "int8" else own}
+    """The exact scheme: how many tensors of which type the files hold, and what becomes of each kind in memory."""
+    served = {name: value for name, value in ready.scheme.items() if name not in ("weights", "activations")}
+    return {"stored": dict(ready.stored_types), "served": served}
 
 
 class ServedContract:
@@ -65,6 +61,7 @@ class ServedContract:
             "quantization": quantization(ready),
             "kv_dtype": ready.kv_dtype,
             "attention": ready.attention,
+            "activations": ready.activations,
             **self._edge,
             "max_context": ready.max_context,
             "sampling": SAMPLING_POLICY,
@@ -121,6 +118,7 @@ def contract_document(
             "num_pages": ready.num_pages,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "weights_bytes": ready.weights_bytes,
+            "kernels": ready.why or ready.attention,
             **({} if first_token_ms is None else {"first_token_ms": first_token_ms}),
         },
         "versions": {

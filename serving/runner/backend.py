@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from headrace.model.config import ModelConfig
+from headrace.model.quant_form import QuantForm
 from headrace.model.specs import WeightScheme
 from headrace.pallas_kernels.chips import CHIPS, Chip, chip_of
-from headrace.pallas_kernels.types import Implementation, Kernels, UnsupportedCase
+from headrace.pallas_kernels.types import Activations, Implementation, Kernels, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import KVFormat
+from headrace.serving.runner.cpu_kernels import BY_REFERENCE, LoadKernels, load_kernels, try_cpu_kernels
 from headrace.sharding.collectives import ONE_DEVICE, MeshAxis, Shards
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh import make_mesh
@@ -49,12 +52,13 @@ class DeviceFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """Values of --attention, --dtype, --weights and --kv-dtype.
+    """Values of --attention, --activations, --dtype, --weights and --kv-dtype.
 
     interpret: tests only: kernels run in Pallas's plain interpreter, on any device, with layers scanned as on theirs.
     """
 
     attention: str = "auto"
+    activations: str = "auto"
     dtype: str = "auto"
     weights: str = "native"
     kv_dtype: str = "auto"
@@ -64,11 +68,14 @@ class Wishes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """device: None = JAX's default; of a mesh, its first. mesh: None = one device. dtype: of weights, and of what
-    products read. weights: how the matrices of products lie in memory. kv_dtype: of pages.
+    products read. weights: how the matrices of products lie in memory. forms: of the native scheme, weights that stay
+    quantized as their files have them, by name (``forms.with_forms`` finds them; without, all are floats). kv_dtype: of
+    pages.
 
     scan_layers: layers are stacked and scanned, which compiles one layer instead of all. XLA:CPU and XLA:GPU copy the
     slices of stacked weights (on an H100 three times the traffic of a decode step), so layers are unrolled there; 32 of
     Llama-3.1-8B compile in 9 to 28 s. kv_as_bits: see ``KVPool.bits_of``.
+    isa: instruction set of the CPU's kernels; "" where they do not run. why: these kernels, for people.
     """
 
     device: jax.Device | None = None
@@ -76,9 +83,12 @@ class Backend:
     kernels: Kernels = field(default_factory=Kernels)
     dtype: np.dtype = np.dtype(np.float32)
     weights: WeightScheme = WeightScheme.NATIVE
+    forms: Mapping[str, QuantForm] = field(default_factory=dict, hash=False)
     kv_dtype: np.dtype = np.dtype(np.float32)
     scan_layers: bool = False
     kv_as_bits: bool = False
+    isa: str = ""
+    why: str = ""
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -151,6 +161,8 @@ class Backend:
             )
         if self.kernels.implementation is Implementation.GPU:
             return KVFormat(dtype=name, page_tokens=ACCELERATOR_PAGE_TOKENS)
+        if self.kernels.implementation is Implementation.CPU:
+            return KVFormat(dtype=name, page_multiple=8, why_multiple="the CPU's kernels read 8 tokens at once")
         return KVFormat(dtype=name)
 
 
@@ -198,22 +210,41 @@ def find_mesh(first: jax.Device, shape: MeshShape, devices: Sequence[jax.Device]
         raise ConfigError(f"--mesh: {error}") from error
 
 
-def choose_backend(device: jax.Device, wishes: Wishes, mesh: Mesh | None = None) -> Backend:
-    """Resolve every ``auto`` for a device, or a mesh that begins with it. Raises: ConfigError naming the flag."""
+def choose_backend(
+    device: jax.Device,
+    wishes: Wishes,
+    mesh: Mesh | None = None,
+    *,
+    model: ModelConfig | None = None,
+    load: LoadKernels = load_kernels,
+) -> Backend:
+    """Resolve every ``auto`` for a device, or a mesh that begins with it.
+
+    model: None = any. load: see LoadKernels; called where the CPU's kernels may run. Raises: ConfigError naming the
+    flag.
+    """
     is_cpu = platform_of(device) == "cpu"
-    kernels = _choose_kernels(device, wishes)
     dtype = np.dtype(np.float32 if is_cpu else jnp.bfloat16) if wishes.dtype == "auto" else _float(wishes.dtype)
+    isa, why_not = "", "the device is no CPU"
+    if is_cpu and wishes.attention in ("auto", "cpu") and not wishes.interpret:
+        kv_dtype = _choose_kv_dtype(device, wishes, Kernels(), dtype)
+        isa, why_not = try_cpu_kernels(mesh, dtype, kv_dtype, model, load)
+    kernels = _choose_kernels(device, wishes, isa, why_not)
     kv_dtype = _choose_kv_dtype(device, wishes, kernels, dtype)
     is_narrow_float = kv_dtype not in (np.dtype(np.float32), np.dtype(np.int8))
     return Backend(
         device=device,
         mesh=mesh,
+        isa=isa,
+        why=_why(kernels, wishes, isa, why_not if is_cpu else ""),
         kernels=kernels,
         dtype=dtype,
         weights=WeightScheme(wishes.weights),
         kv_dtype=kv_dtype,
         scan_layers=platform_of(device) == "tpu" or (wishes.interpret and kernels.implementation is Implementation.TPU),
-        kv_as_bits=is_cpu and is_narrow_float and kernels.implementation is Implementation.REFERENCE,
+        kv_as_bits=is_cpu
+        and is_narrow_float
+        and kernels.implementation in (Implementation.REFERENCE, Implementation.CPU),
     )
 
 
@@ -221,12 +252,23 @@ def _float(name: str) -> np.dtype:
     return np.dtype(jnp.bfloat16 if name == "bfloat16" else np.float32)
 
 
-def _choose_kernels(device: DeviceFacts, wishes: Wishes) -> Kernels:
+def _choose_kernels(device: DeviceFacts, wishes: Wishes, isa: str, why_not: str) -> Kernels:
+    """isa: of the CPU's kernels, "" where they cannot run: why_not."""
     platform = platform_of(device)
     wanted = wishes.attention
     if wanted == "auto":
-        wanted = platform if platform in ("tpu", "gpu") else "reference"
+        wanted = platform if platform in ("tpu", "gpu") else "cpu" if isa else "reference"
     implementation = Implementation(wanted)
+    if wishes.activations not in ("auto", Activations.EXACT) and implementation is not Implementation.CPU:
+        raise ConfigError(
+            f"--activations {wishes.activations} needs the CPU's kernels, and those that run are {wanted}"
+            f"{f', since {why_not}' if platform == 'cpu' else ''}; take --activations auto or exact"
+        )
+    if implementation is Implementation.CPU and platform == "cpu":
+        if not isa:
+            raise ConfigError(f"--attention cpu: {why_not}; --attention reference runs everywhere, more slowly")
+        activations = Activations.INT16 if wishes.activations == "auto" else Activations(wishes.activations)
+        return Kernels(implementation=implementation, activations=activations, by_reference=BY_REFERENCE)
     if implementation is Implementation.REFERENCE:
         return Kernels()
     if wishes.interpret:
@@ -237,6 +279,14 @@ def _choose_kernels(device: DeviceFacts, wishes: Wishes) -> Kernels:
             f"--attention auto or reference, or --device {wanted} where there is one"
         )
     return Kernels(implementation=implementation, chip=_chip(device, f"--attention {wishes.attention}").name)
+
+
+def _why(kernels: Kernels, wishes: Wishes, isa: str, why_not: str) -> str:
+    if kernels.implementation is Implementation.CPU:
+        return f"compiled for {isa}; by reference: {', '.join(kernels.by_reference)}"
+    if kernels.implementation is Implementation.REFERENCE and wishes.attention == "auto":
+        return f"plain XLA instead of the CPU's kernels, since {why_not}"
+    return ""
 
 
 def _choose_kv_dtype(device: DeviceFacts, wishes: Wishes, kernels: Kernels, dtype: np.dtype) -> np.dtype:

@@ -101,6 +101,11 @@ class CheckpointWeights:
         return dict(sorted(Counter(weight.dtype for weight in self._stored.values()).items()))
 
     @property
+    def types(self) -> Mapping[str, str]:
+        """The type of each weight, by its name."""
+        return {name: weight.dtype for name, weight in self._stored.items()}
+
+    @property
     def model_hash(self) -> str:
         """As ``LoadedModel``'s, over the weights as they lie here. It differs from that of the source's files."""
         leaves = {(name, weight.dtype, weight.shape, weight.sha256) for name, weight in self._stored.items()}
@@ -147,7 +152,7 @@ class CheckpointWeights:
         if not is_as_stored or target.sharding is None:
             host = self._read(name, None)
             self._compare(name, _digest(host))
-            return put(served_form(host.astype(one.spec.read_dtype, copy=False), one.spec), target), True
+            return put(served_form(host.astype(one.spec.read_dtype, copy=False), one), target), True
         place = _without_stack(target, weight.shape, dtype)
         array = self._read(name, place)
         parts = list(_parts(array))

@@ -20,13 +20,15 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from headrace.model.config import ModelConfig
-from headrace.model.int8_weights import quantize_channels
+from headrace.model.group_quant import dequantized, quantized, widened
 from headrace.model.on_mesh import repeated_heads
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import GroupQuant
+from headrace.pallas_kernels.types import GroupQuant, TiledQuant
+from headrace.serving.core.errors import ConfigError
 from headrace.serving.runner.backend import Backend
-from headrace.serving.runner.weights import is_stacked, stacks, weight_shapes
+from headrace.serving.runner.tiling import tiled
+from headrace.serving.runner.weights import backend_specs, is_stacked, stacks, weight_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,33 @@ class Placement:
         return weights
 
 
-def served_form(x: np.ndarray | GroupQuant, spec: ParamSpec) -> Any:
-    """What one weight becomes on its way to the devices, on the host: an array, or a pytree of them as the shapes of
-    ``weight_shapes`` have it. x: as its file's configuration has it, quantized or not yet. spec: of a configuration on
-    the mesh."""
-    served = quantize_channels(spec, x) if spec.is_quantized and isinstance(x, np.ndarray) else x
-    return jax.tree.map(lambda part: repeated_heads(part, spec), served)
+def served_form(x: np.ndarray | GroupQuant, one: Wanted) -> Any:
+    """What one weight becomes on its way to the devices, on the host: an array, or a pytree of them as the target has
+    it. x: as its file's configuration has it, quantized or not yet.
+
+    Raises: ConfigError naming a weight that cannot be rounded.
+    """
+    spec = one.spec
+    if spec.form is not None:
+        if not isinstance(x, GroupQuant):
+            x = _rounded(x, spec)
+        x = widened(x, spec.form)
+    elif isinstance(x, GroupQuant):
+        values = dequantized(x).astype(spec.dtype, copy=False)
+        x = values if spec.is_product else values.T
+    served = jax.tree.map(lambda part: repeated_heads(part, spec), x)
+    if spec.form is not None and isinstance(one.target, TiledQuant):
+        return tiled(served, spec)
+    return served
+
+
+def _rounded(x: np.ndarray, spec: ParamSpec) -> GroupQuant:
+    if spec.rounded_to is None:
+        raise ConfigError(f"weight {spec.name} is to be {spec.form} as its file has it, and is not quantized there")
+    try:
+        return quantized(x, spec.rounded_to, spec.dtype)
+    except ValueError as error:
+        raise ConfigError(f"weight {spec.name}: {error}; take --weights int8, bf16 or native") from error
 
 
 def put(x: Any, target: Any) -> Any:
@@ -95,16 +118,16 @@ def place(weights: Weights[np.ndarray], cfg: ModelConfig, backend: Backend) -> W
     specs, treedef = jax.tree.flatten(param_specs(cfg))
     by_name = {spec.name: x for spec, x in zip(specs, treedef.flatten_up_to(weights), strict=True)}
     hosts = ((one, jax.tree.map(np.asarray, by_name[one.spec.name])) for one in placement.wanted)
-    return placement.fill(put(served_form(x, one.spec), one.target) for one, x in hosts)
+    return placement.fill(put(served_form(x, one), one.target) for one, x in hosts)
 
 
-def from_host(wanted: Iterable[Wanted], stream: Iterator[tuple[ParamSpec, np.ndarray]]) -> Iterator[Any]:
+def from_host(wanted: Iterable[Wanted], stream: Iterator[tuple[ParamSpec, np.ndarray | GroupQuant]]) -> Iterator[Any]:
     """Pieces for ``Placement.fill`` from ``WeightFiles.stream``, which gives the weights in the same order."""
     for one in wanted:
         spec, x = next(stream)
         if spec.name != one.spec.name:
             raise RuntimeError(f"weight {spec.name} came where {one.spec.name} was wanted")
-        ready = [served_form(x, one.spec)]
+        ready = [served_form(x, one)]
         del x
         # No name keeps what was handed over: it is free as soon as the devices have it.
         yield put(ready.pop(), one.target)
@@ -225,7 +248,7 @@ def _local_rows(place: jax.ShapeDtypeStruct) -> int:
 
 def _sources(cfg: ModelConfig, backend: Backend) -> Weights[Sources]:
     """The weights of each placed leaf."""
-    specs, are_stacks = param_specs(cfg, backend.dtype, backend.weights), is_stacked(backend)
+    specs, are_stacks = backend_specs(cfg, backend), is_stacked(backend)
     placed = tuple(
         jax.tree.map(lambda *of: Sources(of, is_stack=are_stacks), *(specs.layers[index] for index in stack))
         for stack in stacks(cfg, backend)

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import StepInputs, forward_counting, logits
-from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample
+from headrace.model.decoder import StepInputs, best_token, forward_counting, has_best_column, logits
+from headrace.model.sampling import Sampled, SamplingState, num_alternatives, sample, sample_or_best
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.types import Kernels, KVPool, UnsupportedCase
 from headrace.serving.core.errors import ConfigError
@@ -56,10 +56,15 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: S
         # Only rows that may sample reach the head: on small models it is a quarter of a decode step.
         sampled_row = jnp.concatenate([jnp.arange(layout.rows), layout.rows + fields.last_Q])
         hidden_RD = shards.stage.of_last(hidden_TD.at[sampled_row].get(mode="promise_in_bounds"))
-        logits_RV = logits(weights, hidden_RD, kernels=kernels)
-        sampled, state = sample(
-            logits_RV, state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0, shards.vocabulary
-        )
+        rows = (state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0)
+        if has_best_column(weights, kernels, shards):
+            sampled, state = sample_or_best(
+                lambda: logits(weights, hidden_RD, kernels=kernels),
+                lambda: best_token(weights, hidden_RD, fields.slot_Z != layout.config.num_slots, kernels=kernels),
+                *rows,
+            )
+        else:
+            sampled, state = sample(logits(weights, hidden_RD, kernels=kernels), *rows, shards.vocabulary)
         return pool, state, counted(counts_CLE, load_LE), shards.data.gather(pack_sampled(sampled), axis=0)
 
     return step

@@ -1,6 +1,8 @@
 """Where weights lie on the devices: layers as they come, or each kind stacked over all layers."""
 
 import functools
+import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +14,13 @@ from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import partitions
-from headrace.model.specs import SCALE_DTYPE, ParamSpec, param_specs
+from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import LayerWeights, Weights
 from headrace.pallas_kernels.chips import Chip
-from headrace.pallas_kernels.types import GroupQuant, Implementation
-from headrace.serving.runner.backend import Backend
+from headrace.pallas_kernels.types import GroupQuant, Implementation, TiledQuant
+from headrace.serving.runner.backend import Backend, platform_of
+from headrace.serving.runner.tiling import is_tiled, tiled_shape
+from headrace.sharding.errors import MeshError
 
 DEFAULT_TILE_ROWS = 8
 LANES = 128
@@ -25,9 +29,10 @@ LANES = 128
 def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeStruct]:
     """Shapes, types and places of the weights as ``placing`` leaves them: see stacks. cfg: on the backend's mesh.
 
-    Raises: MeshError naming a tensor that does not divide.
+    Raises: MeshError naming a tensor that does not divide; UnsupportedCase naming one that CPU kernels have no tiles
+    for.
     """
-    specs, cuts = param_specs(cfg, backend.dtype, backend.weights), partitions(cfg, backend.mesh_shape)
+    specs, cuts = backend_specs(cfg, backend), partitions(cfg, backend.mesh_shape)
     stage = "stage" if backend.mesh_shape.stage > 1 else None
 
     def array(
@@ -36,14 +41,23 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
         sharding = backend.sharding(PartitionSpec(*(stage for _ in count), *cut))
         return jax.ShapeDtypeStruct((*count, *shape), dtype, sharding=sharding)
 
-    def shape(spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | GroupQuant:
-        if not spec.is_quantized:
+    def shape(
+        spec: ParamSpec, cut: PartitionSpec, *, count: tuple[int, ...] = ()
+    ) -> jax.ShapeDtypeStruct | GroupQuant | TiledQuant:
+        form = spec.form
+        if form is None:
             return array(spec.shape, spec.dtype, cut, count)
-        # Where the contraction is cut, all devices scale their parts of the sum by the same factors.
-        scale_cut = PartitionSpec(*cut[:-2], None, cut[-1])
+        if is_tiled(spec, backend.kernels):
+            _refuse_cut(spec, cut, stage)
+            tiles = tiled_shape(spec)
+            blocks = tiles.blocks_NGU
+            return tiles.replace(blocks_NGU=array(blocks.shape, blocks.dtype, PartitionSpec(), count))
+        scale_cut = _scale_cut(spec, cut, backend)
+        scale = array(spec.scale_shape, form.scale_dtype, scale_cut, count)
         return GroupQuant(
-            array(spec.shape, np.dtype(np.int8), cut, count),
-            array(spec.scale_shape, SCALE_DTYPE, scale_cut, count),
+            array(spec.matrix_shape, form.values_dtype, cut, count),
+            scale,
+            scale if form.is_affine else None,
             stands_for=spec.dtype.name,
         )
 
@@ -57,6 +71,50 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
     layers = tuple(layer(stack) for stack in stacks(cfg, backend))
     others = jax.tree.map(shape, specs.replace(layers=()), cuts.replace(layers=()))
     return laid_out(others.replace(layers=layers[0] if backend.scan_layers else layers), backend.chip)
+
+
+def backend_specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
+    """What a backend has of each weight: values of 4 bits as int8 where XLA:CPU runs the products.
+
+    A program that was compiled ahead (JAX 0.10.2, CPU) refuses arrays of int4: it asks for a layout of 4 bits, and
+    theirs says 0.
+    """
+    specs = param_specs(cfg, backend.dtype, backend.weights, backend.forms)
+    is_cpu = backend.device is None or platform_of(backend.device) == "cpu"
+    if not is_cpu or backend.kernels.implementation is Implementation.CPU:
+        return specs
+    found: Weights[ParamSpec] = jax.tree.map(_in_bytes, specs)
+    return found
+
+
+def _in_bytes(spec: ParamSpec) -> ParamSpec:
+    return spec if spec.form is None else replace(spec, form=replace(spec.form, values="int8"))
+
+
+def _refuse_cut(spec: ParamSpec, cut: PartitionSpec, stage: str | None) -> None:
+    if stage is not None or any(axis is not None for axis in cut):
+        raise MeshError(
+            f"{spec.name}: in tiles for CPU kernels it is cut over no mesh axis; take --attention reference, or a mesh "
+            "of data alone"
+        )
+
+
+def _scale_cut(spec: ParamSpec, cut: PartitionSpec, backend: Backend) -> PartitionSpec:
+    """Groups are cut with their values. Of one group over a contraction that is cut, all devices have all factors, by
+    which they scale their parts of the sum."""
+    assert spec.form is not None
+    entry, group = cut[-2], spec.form.group
+    if group is None:
+        return PartitionSpec(*cut[:-2], None, cut[-1])
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    parts = math.prod(backend.mesh_shape.sizes[name] for name in names)
+    contraction = spec.matrix_shape[-2]
+    if contraction // parts % group:
+        raise MeshError(
+            f"{spec.name} of shape {list(spec.shape)}: its {contraction // group} groups of {group} inputs do not "
+            f"divide into {parts} parts (mesh axis {' and '.join(names)}); --weights bf16 or int8 can be cut so"
+        )
+    return cut
 
 
 def is_stacked(backend: Backend) -> bool:
@@ -80,7 +138,7 @@ def laid_out(shapes: Weights[Any], chip: Chip | None) -> Weights[Any]:
 
     def formatted(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         *_, field, part = ("", *(key.name for key in path if isinstance(key, GetAttrKey)))
-        if part == "scale_GN":
+        if part in ("scale_GN", "offset_GN"):
             return x
         name = field if part == "values_KN" else part
         layout = layout_of(name, x, chip)
@@ -102,7 +160,7 @@ def layout_of(name: str, x: jax.ShapeDtypeStruct, chip: Chip) -> Layout | None:
     gpt-oss-120b were copied, 57 GiB).
     """
     last = len(x.shape) - 1
-    if x.dtype == jnp.int8:
+    if x.dtype in (jnp.int8, jnp.int4):
         return Layout(tuple(range(last + 1)))
     letters = name.rsplit("_", 1)[1]
     rows = chip.bfloat16_tile_rows if x.dtype == jnp.bfloat16 else DEFAULT_TILE_ROWS

@@ -17,6 +17,7 @@ from headrace.model.rope_scaling import YarnScaling
 from headrace.model.router import Gate, Router, RouterBias, RouterScore
 from headrace.model.specs import ParamSpec, param_specs
 from headrace.model.weights import Weights
+from tests.model.ggml_blocks import READ_ONLY, random_blocks
 
 SMOLLM2 = ModelConfig(
     family="llama",
@@ -92,11 +93,13 @@ def write_gguf(
     weights: Weights[np.ndarray],
     kind: gguf.GGMLQuantizationType,
     *,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType({}),
     extra: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Path:
     """A GGUF file as llama.cpp's converter lays it out; matrices quantized to ``kind``, vectors float32.
 
-    extra: more tensors, by name.
+    Types that the gguf package only reads hold random weights instead. extra: more tensors, by name. kinds: other types
+    than ``kind``, by name of the tensor.
     """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(cfg.num_layers)
@@ -114,8 +117,9 @@ def write_gguf(
     for spec, x in stored(cfg, weights):
         if spec.is_rotated:
             x = x.reshape(-1, 2, cfg.head_dim // 2, cfg.width).swapaxes(1, 2).reshape(x.shape)
-        of = kind if spec.is_product or x.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(spec.source.gguf, gguf.quantize(x, of), raw_dtype=of)
+        name = spec.source.gguf
+        of = kinds.get(name, kind) if spec.is_product or x.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, encoded(x, of), raw_dtype=of)
     for name, x in extra.items():
         writer.add_tensor(name, x)
     writer.write_header_to_file()
@@ -123,6 +127,15 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def encoded(x: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """In a type of GGUF: as the gguf package quantizes, or at random where it does not."""
+    if kind.name not in READ_ONLY:
+        return gguf.quantize(x, kind)
+    size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(x.size)
+    return random_blocks(rng, kind.name, x.size // size).reshape(*x.shape[:-1], x.shape[-1] // size * block_bytes)
 
 
 def write_hf(

@@ -13,10 +13,11 @@ import numpy as np
 from headrace.model.decoder import StepInputs, forward, logits, new_pool
 from headrace.model.load import LoadedModel
 from headrace.model.weights import Weights
-from headrace.pallas_kernels.types import KVPool
+from headrace.pallas_kernels.types import Kernels, KVPool
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import Bucket, PrefillSegment, ProgramKind, SlotRef, StepPlan
 from headrace.serving.runner.inputs import InputLayout
+from headrace.serving.runner.load import PlacedModel
 
 Array = jax.Array
 SLOT = SlotRef(0, 1)
@@ -26,17 +27,18 @@ class ForcedDecoder:
     """One sequence at a time, in chunks of chunk_tokens, its pages dealt out in a shuffled order.
 
     Args:
-      max_tokens: of a sequence. chunk_tokens: a multiple of block_tokens.
+      model: with weights as the kernels read them. max_tokens: of a sequence. chunk_tokens: a multiple of block_tokens.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: LoadedModel | PlacedModel,
         *,
         max_tokens: int,
         chunk_tokens: int,
         block_tokens: int = 64,
         page_size: int = 16,
+        kernels: Kernels = Kernels(),
     ) -> None:
         pages = -(-max_tokens // page_size)
         self._config = SchedulerConfig(
@@ -53,7 +55,7 @@ class ForcedDecoder:
         self._bucket = Bucket(ProgramKind.MIXED, 1, chunk_tokens)
         self._layout = InputLayout(self._bucket, self._config, model.config.vocab_size)
         self._model_config = model.config
-        self._weights = jax.device_put(model.weights)
+        self._weights, self._kernels = jax.device_put(model.weights), kernels
         self._pool = new_pool(model.config, pages + 1, page_size)
         self._page_ids = tuple(int(page) for page in np.random.default_rng(pages).permutation(pages) + 1)
         self._step = jax.jit(self._run, donate_argnums=1)
@@ -93,7 +95,7 @@ class ForcedDecoder:
             position_T=jnp.concatenate([meta.position_B, position_T]),
             meta=meta,
         )
-        hidden_TD, pool = forward(weights, inputs, pool, self._model_config)
-        logprob_TV = jax.nn.log_softmax(logits(weights, hidden_TD[layout.rows :]))
+        hidden_TD, pool = forward(weights, inputs, pool, self._model_config, kernels=self._kernels)
+        logprob_TV = jax.nn.log_softmax(logits(weights, hidden_TD[layout.rows :], kernels=self._kernels))
         logprob_T = jnp.take_along_axis(logprob_TV, target_T[:, None], axis=1)[:, 0]
         return pool, logprob_T, logprob_TV.argmax(axis=1) == target_T
