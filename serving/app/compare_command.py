@@ -53,7 +53,7 @@ class FileCommand(SectionCommand):
     help="Be done by then: no repetition begins that would end later.",
 )
 @running("--logs", type=click.Path(file_okay=False, path_type=Path), help="Folder for what started servers print.")
-@output("--baseline", metavar="NAME", help="Whom the table's ratios are to.  [default: all others]")
+@output("--baseline", metavar="NAME", help="Ratios of each other server to it.  [default: of the first to each]")
 @output("--json", "json_file", type=TO_WRITE, help="File for figures, ratios and every request.")
 @output("--html", "html_file", type=TO_WRITE, help="File for a report with pictures; needs the plot extra.")
 def compare(servers: tuple[str, ...], **flags: Any) -> int:
