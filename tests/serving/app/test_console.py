@@ -47,7 +47,10 @@ def test_what_is_known_before_the_engine_has_a_device() -> None:
     options = ServeOptions(model_name="small", model_path=Path("m.gguf"), engine=engine)
     text = printed(print_configuration, options, SMOLLM2)
     assert "this machine alone; no keys; origins: the server's own; http" in text
-    asked = "--device auto --mesh tensor=1 --attention auto --activations auto --dtype bfloat16 --weights native --kv-dtype auto; what"
+    asked = (
+        "--device auto --mesh tensor=1 --attention auto --activations auto --dtype bfloat16 --weights native "
+        "--kv-dtype auto; what"
+    )
     assert asked in text
     assert "up to 8 streams and 256 prompt tokens a step; prefix cache on" in text
     assert "where it is for this model; every 300 s; without a record unchecked" in text

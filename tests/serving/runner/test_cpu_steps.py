@@ -22,7 +22,7 @@ from headrace.serving.runner.forms import with_forms
 from headrace.serving.runner.load import PlacedModel, load_placed, placed
 from headrace.serving.runner.runner import JaxRunner
 from headrace.sharding.collectives import ONE_DEVICE
-from tests.model.tiny import MIXTRAL_TINY, QWEN3_TINY, TINY, write_gguf, write_hf
+from tests.model.tiny import MIXTRAL_TINY, QWEN3_TINY, TINY, write_gguf
 from tests.serving.runner.plans import CONFIG, GREEDY, prompt, request, serve
 
 CPU = jax.devices("cpu")[0]
