@@ -115,7 +115,7 @@ PLANTED: dict[str, tuple[Owner, str, str, str]] = {
                                            "output_index=0"),
     "outputs lost by preemption": (Draft, "add_load", "tuple(sequence.outputs)", "()"),
     "preempted without end": (planner, "must_guard", ">= MAX_PAGE_PREEMPTIONS", ">= 1_000"),
-    "yields without end": (Planner, "_yield_a_slot", "s.num_preempted_for(*YIELDS) < MAX_YIELDS and ", ""),
+    "yields without end": (Planner, "_pick_yielding", "s.num_preempted_for(*YIELDS) < MAX_YIELDS and ", ""),
     "the first in turn is the victim": (planner, "pick_page_victim", "max(running", "min(running"),
     "preemption is not told": (Tenancies, "preempt", "self.events.append(", "(lambda event: None)("),
     "preemptions counted twice": (Tenancies, "preempt", "self.num_preempted[action] += 1",
