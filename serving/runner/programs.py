@@ -62,9 +62,10 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: S
                 lambda: logits(weights, hidden_RD, kernels=kernels),
                 lambda: best_token(weights, hidden_RD, fields.slot_Z != layout.config.num_slots, kernels=kernels),
                 *rows,
+                kernels,
             )
         else:
-            sampled, state = sample(logits(weights, hidden_RD, kernels=kernels), *rows, shards.vocabulary)
+            sampled, state = sample(logits(weights, hidden_RD, kernels=kernels), *rows, shards.vocabulary, kernels)
         return pool, state, counted(counts_CLE, load_LE), shards.data.gather(pack_sampled(sampled), axis=0)
 
     return step
