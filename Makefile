@@ -33,6 +33,7 @@ CHECKS += overload fairness gap
 CHECKS += simulation isolation
 CHECKS += probe native
 CHECKS += deterministic swap
+CHECKS += activations
 STRICT := bench core engine edge
 
 .DEFAULT_GOAL := help

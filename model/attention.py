@@ -20,7 +20,6 @@ from headrace.pallas_kernels.types import (
     TiledQuant,
 )
 
-
 Matrix = jax.Array | GroupQuant | TiledQuant
 
 

@@ -54,7 +54,8 @@ def fused_layer(
     *,
     window: int | None,
 ) -> tuple[Array, KVPool]:
-    """One layer that ``is_fused``. x_TD: float32. first_row: of this layer's page 0. real_T: i32, 0 marks padding. window: see AttentionSpec.
+    """One layer that ``is_fused``. x_TD: float32. first_row: of this layer's page 0. real_T: False marks padding.
+    window: see AttentionSpec.
 
     Returns: (float32 [T, D], pool).
     """

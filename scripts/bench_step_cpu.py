@@ -42,11 +42,11 @@ Json = dict[str, Any]
 class Bench:
     """One model and one pool; programs are compiled as they are asked for."""
 
-    def __init__(self, model: PlacedModel, backend: Backend, num_slots: int) -> None:
+    def __init__(self, model: PlacedModel, backend: Backend, num_slots: int, *, has_objective: bool) -> None:
         self.model, self.backend = model, backend
         pages = 1 + num_slots * 32 + 64
         shapes = program_shapes(
-            page_size=PAGE, num_slots=num_slots, chunk_tokens=256, has_objective=False, is_deterministic=False
+            page_size=PAGE, num_slots=num_slots, chunk_tokens=256, has_objective=has_objective, is_deterministic=False
         )
         self.config = SchedulerConfig(
             num_slots=num_slots, page_size=PAGE, num_pages=pages, max_context=2048, chunk_tokens=256, **shapes
@@ -75,10 +75,15 @@ class Bench:
             for i in range(rows)
         )
         ids = tuple(int(x) for x in np.random.default_rng(1).integers(100, 40_000, prompt))
-        prefill = (
-            PrefillSegment(slot=SlotRef(rows, 0), start=0, token_ids=ids, page_ids=self.pages(prompt), samples=True, output_index=0),
-        )  # fmt: skip
-        plan = StepPlan(step_id=0, bucket=bucket, loads=(), decode=decode, prefill=prefill if prompt else ())
+        segment = PrefillSegment(
+            slot=SlotRef(rows, 0),
+            start=0,
+            token_ids=ids,
+            page_ids=self.pages(prompt),
+            samples=True,
+            output_index=0,
+        )
+        plan = StepPlan(step_id=0, bucket=bucket, loads=(), decode=decode, prefill=(segment,) if prompt else ())
         self.free = kept
         packed = layout.pack(plan, dict.fromkeys(range(self.config.num_slots), 0))
         cfg, config = self.model.config, self.config
@@ -172,6 +177,7 @@ def main() -> int:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--fine", action="store_true", help="the programs of a server with --inter-token-ms")
     parser.add_argument("--repeats", type=int, default=25)
     args = parser.parse_args()
     path = str(resolve_model(args.model).path)
@@ -183,8 +189,8 @@ def main() -> int:
         for x in jax.tree.leaves(model.weights, is_leaf=lambda x: isinstance(x, TiledQuant))
         if isinstance(x, TiledQuant)
     ]
-    bench = Bench(model, backend, args.slots)
-    decode = [rows for rows in bench.config.decode_rows]
+    bench = Bench(model, backend, args.slots, has_objective=args.fine)
+    decode = bench.config.decode_rows
     steps = []
     for rows in ROWS:
         of = next((n for n in decode if n >= rows), None)

@@ -69,13 +69,14 @@ class EngineOptions:
     """Everything that the engine process needs to know; no secrets.
 
     model: path of a .gguf file or a model directory. device, attention, activations, dtype, weights, kv_dtype: see
-    DEVICES and the others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes together; each gets
-    its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or memory_fraction: size of the KV
-    pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of their memory, on CPU enough for
-    num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own. chunk_tokens: most prompt tokens
-    of a step, a multiple of page_size. compile_cache: directory of compiled programs; None = none. hosts: this host's
-    place among several that serve one model together; None = it is alone. journal: None = none. interpret: tests only,
-    no command-line option leads here: kernels run in Pallas's plain interpreter, on any device.
+    DEVICES and the others. mesh: such as "tensor=4", or a .toml file; None = one device. num_slots: of all lanes
+    together; each gets its share, rounded up. page_size: None = as the kernels like it. pages, kv_bytes or
+    memory_fraction: size of the KV pool of each lane, one at most; None = on accelerators DEFAULT_MEMORY_FRACTION of
+    their memory, on CPU enough for num_slots full contexts, at most DEFAULT_KV_BYTES. context: None = the model's own.
+    chunk_tokens: most prompt tokens of a step, a multiple of page_size. compile_cache: directory of compiled programs;
+    None = none. hosts: this host's place among several that serve one model together; None = it is alone. journal: None
+    = none. interpret: tests only, no command-line option leads here: kernels run in Pallas's plain interpreter, on any
+    device.
 
     swap_bytes: host memory of each lane for preempted requests; None = DEFAULT_SWAP_BYTES, or none with hosts.
     preemption: a PreemptionPolicy. inter_token_ms, aging_s, deterministic: see SchedulerConfig.
@@ -139,8 +140,9 @@ class ResolvedEngine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     """topology: the devices. mesh: how many of them lie along each axis. attention: whose kernels run; why: these, for
-    people. activations, scheme, scheme_lines: see ``Ready``. dtype: of weights and products. weights: how the matrices of products lie in memory. family, architecture, stored_types: see
-    ``Ready``. numerics: of device and libraries; ``numerics_of`` adds the shapes of programs."""
+    people. dtype: of weights and products. weights: how the matrices of products lie in memory. activations, scheme,
+    scheme_lines, family, architecture, stored_types: see ``Ready``. numerics: of device and libraries; ``numerics_of``
+    adds the shapes of programs."""
 
     runner: Runner
     resolved: ResolvedEngine

@@ -6,7 +6,10 @@ import jax
 
 from headrace.model.config import ModelConfig
 from headrace.model.on_mesh import config_on_mesh
+from headrace.model.specs import WeightScheme
 from headrace.model.weight_files import config_hash
+from headrace.pallas_kernels.native.library import load
+from headrace.pallas_kernels.types import Activations
 from headrace.serving.app.build import (
     DEFAULT_MEMORY_FRACTION,
     BuiltEngine,
@@ -15,9 +18,6 @@ from headrace.serving.app.build import (
     mesh_shape,
     resolve,
 )
-from headrace.model.specs import WeightScheme
-from headrace.pallas_kernels.native.library import load
-from headrace.pallas_kernels.types import Activations
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.engine.host_messages import Loaded
 from headrace.serving.engine.ports import Hosts, Progress

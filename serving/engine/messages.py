@@ -70,11 +70,12 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
     mesh: devices along each axis, such as "tensor=4". hosts: over how many it lies; rank: which of them this is.
     attention: whose kernels run; why: these, for people, with the operations that they leave to the reference.
-    activations: in what form products with quantized weights read their inputs: exact, int16 or int8. scheme: what each kind of weight is in the files and in memory, for the
-    contract; scheme_lines: for people. dtype: of weights and products. weights: how the matrices of products lie in memory.
-    kv_dtype: of pages. kv_bytes: of all pools, null pages included. memory: what the number of pages comes from, on
-    each device; None where it was given. num_pages, num_slots: of each of num_lanes. family, architecture: of the
-    model, and SHA-256 in hex of its configuration. stored_types: how many tensors of each type its files hold.
+    activations: in what form products with quantized weights read their inputs: exact, int16 or int8.
+    scheme: what each kind of weight is in the files and in memory, for the contract; scheme_lines: for people.
+    dtype: of weights and products. weights: how the matrices of products lie in memory. kv_dtype: of pages. kv_bytes:
+    of all pools, null pages included. memory: what the number of pages comes from, on each device; None where it was
+    given. num_pages, num_slots: of each of num_lanes. family, architecture: of the model, and SHA-256 in hex of its
+    configuration. stored_types: how many tensors of each type its files hold.
     numerics: what fixes the bits of a result, by name: versions, device, instruction set, threads, shapes of programs.
     num_swap_pages: host pages of a lane. swap_page_s: what a page takes there and back; 0 without any.
     """

@@ -1,5 +1,6 @@
 """Whether the CPU's own kernels can run here, and which operations of a step they do not have."""
 
+import logging
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,8 @@ from headrace.pallas_kernels import api
 from headrace.pallas_kernels.native.build import BuildError
 from headrace.pallas_kernels.native.library import load
 from headrace.pallas_kernels.types import AttentionSpec, AttnMeta, Implementation, Kernels, UnsupportedCase
+
+log = logging.getLogger(__name__)
 
 BY_REFERENCE = ("grouped_matmul",)
 """Operations that plain XLA runs beside the CPU's kernels: products with experts."""
@@ -50,7 +53,8 @@ def try_cpu_kernels(
         if model is not None:
             _check_attention(model, kv_dtype)
     except BuildError as error:
-        return "", f"they could not be built or loaded: {error}"
+        log.warning("the CPU's kernels could not be built or loaded: %s", error)
+        return "", f"they could not be built or loaded: {str(error).partition(' It said:')[0]}"
     except UnsupportedCase as error:
         return "", f"they cannot run this model: {error.why}"
     return isa, ""

@@ -1,8 +1,8 @@
 """Reads the machine code of a function: does a loop of it spill vector registers to the stack?
 
-An accumulator that goes to the stack and back in an inner loop halves a kernel's speed and changes no result: GCC 12 did
-that to products whose sums it computed all before it added them. A timing shows it on a quiet machine only; the code
-shows it always.
+An accumulator that goes to the stack and back in an inner loop halves a kernel's speed and changes no result. GCC 12
+did that to products whose sums it computed all before it added them. A timing shows it on a quiet machine only; the
+code shows it always.
 """
 
 import re

@@ -22,7 +22,9 @@ def cpuinfo(folder: Path, features: str) -> Path:
 
 
 def test_without_a_compiler_the_error_names_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"no C\+\+ compiler: none of c\+\+, g\+\+, clang\+\+ is in PATH.*install g\+\+"):
+    with pytest.raises(
+        BuildError, match=r"no C\+\+ compiler: none of c\+\+, g\+\+, clang\+\+ is in PATH.*install g\+\+"
+    ):
         build.built(tmp_path / "cache", search_path="", root=make_root(tmp_path), prebuilt=tmp_path / "none")
     assert not (tmp_path / "cache").exists()
 
@@ -116,9 +118,7 @@ def test_instruction_sets_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pyte
     ("name", "said"),
     [("x86_64", "this CPU has no AVX2"), ("aarch64", "no dot products"), ("riscv64", "no CPU kernels for riscv64")],
 )
-def test_a_cpu_without_kernels_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
+def test_a_cpu_without_kernels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
     monkeypatch.setattr(instruction_sets, "of_this_machine", tuple)
     monkeypatch.setattr(instruction_sets, "architecture", lambda: name)
     with pytest.raises(BuildError, match=f"{said}.*choose XLA alone"):

@@ -64,7 +64,8 @@ def test_the_pool_holds_every_context_unless_that_is_too_much() -> None:
         ({"attention": "flash"}, "--attention 'flash' is not known"),
         ({"dtype": "float16"}, "--dtype 'float16' is not known; it can be auto, float32, bfloat16"),
         ({"kv_dtype": "int4"}, "--kv-dtype 'int4' is not known"),
-        ({"weights": "int4"}, "--weights 'int4' is not known; it can be native, int8"),
+        ({"weights": "int3"}, "--weights 'int3' is not known; it can be native, bf16, f32, int8, int4"),
+        ({"activations": "int4"}, "--activations 'int4' is not known; it can be auto, exact, int16, int8"),
     ],
     ids=str,
 )

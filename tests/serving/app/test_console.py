@@ -47,7 +47,10 @@ def test_what_is_known_before_the_engine_has_a_device() -> None:
     options = ServeOptions(model_name="small", model_path=Path("m.gguf"), engine=engine)
     text = printed(print_configuration, options, SMOLLM2)
     assert "this machine alone; no keys; origins: the server's own; http" in text
-    asked = "--device auto --mesh tensor=1 --attention auto --dtype bfloat16 --weights native --kv-dtype auto; what"
+    asked = (
+        "--device auto --mesh tensor=1 --attention auto --activations auto --dtype bfloat16 --weights native "
+        "--kv-dtype auto; what"
+    )
     assert asked in text
     assert "up to 8 streams and 256 prompt tokens a step; prefix cache on" in text
     assert "where it is for this model; every 300 s; without a record unchecked" in text
@@ -57,19 +60,22 @@ def test_what_is_known_before_the_engine_has_a_device() -> None:
     assert "KV per token" not in text and "pages" not in text  # they follow from the device
 
 
-def test_quantized_weights_are_named_with_their_factors() -> None:
+def test_kernels_of_the_cpu_are_named_with_their_choices_and_the_scheme() -> None:
+    lines = ("Q8_0 -> int8 in groups of 32, exact: embed_VD (1)", "F32 -> float32, exact: final_norm_D (1)")
+    changes = {"attention": "cpu", "activations": "int16", "why": "compiled for avx2", "scheme_lines": lines}
+    text = printed(print_ledger, SMOLLM2, msgspec.structs.replace(READY, **changes))
+    assert "kernels cpu, inputs of products with quantized weights int16; compiled for avx2 types" in text
+    assert " ".join(("weights", *lines)) in text
+
+
+def test_quantized_weights_are_named() -> None:
     text = printed(print_ledger, SMOLLM2, msgspec.structs.replace(READY, weights="int8", dtype="bfloat16"))
-    assert (
-        "types weights of products int8, one float32 factor per output channel; products bfloat16, KV float32" in text
-    )
+    assert "types weights of products int8; products bfloat16, KV float32" in text
 
 
 def test_memory_arithmetic() -> None:
     text = printed(print_ledger, SMOLLM2, READY)
-    assert (
-        "device cpu:cpu, mesh tensor=1 attention reference kernels types weights and products float32, KV float32"
-        in text
-    )
+    assert "device cpu:cpu, mesh tensor=1 kernels reference types weights and products float32, KV float32" in text
     assert "2 × 30 layers × 3 heads × 64 × 4 bytes = 46,080 bytes" in text
     assert "1,024 pages × 16 tokens = 16,384 tokens, 756 MB" in text  # 1,025 pages of 737,280 bytes
     assert "2.0 streams of the whole context (8,192 tokens), or 8 streams of 2,048 tokens each" in text

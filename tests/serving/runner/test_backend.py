@@ -1,6 +1,7 @@
 """What every combination of flags comes to on every kind of device, and the words of those that cannot be had."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 
 from headrace.pallas_kernels.kv_quantization import LARGEST, is_quantized
-from headrace.pallas_kernels.types import Implementation, Kernels
+from headrace.pallas_kernels.native.build import BuildError
+from headrace.pallas_kernels.types import Activations, Implementation, Kernels
 from headrace.serving.app.build import ATTENTIONS, DTYPES, KV_DTYPES
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import ITEM_BYTES, KVFormat
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_device
 from headrace.serving.runner.warmup import Program
+from tests.model.tiny import TINY
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,16 @@ BF16 = np.dtype(jnp.bfloat16)
 
 
 def chosen(device: FakeDevice, **wishes: object) -> Backend:
-    return choose_backend(device, Wishes(**wishes))  # type: ignore[arg-type]
+    """Where the CPU's kernels cannot be built."""
+    return choose_backend(device, Wishes(**wishes), load=no_compiler)  # type: ignore[arg-type]
+
+
+def no_compiler() -> str:
+    raise BuildError("no C++ compiler")
+
+
+def with_cpu_kernels(device: FakeDevice, mesh: object = None, model: object = None, **wishes: object) -> Backend:
+    return choose_backend(device, Wishes(**wishes), mesh, model=model, load=lambda: "avx2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +61,55 @@ def test_auto(device: FakeDevice, kernels: Kernels, dtype: np.dtype, scans: bool
     assert backend.device is device
 
 
-def test_the_default_backend_is_what_a_cpu_gets() -> None:
-    assert chosen(CPU) == Backend(device=CPU)  # type: ignore[arg-type]
+def test_a_cpu_without_its_kernels_gets_the_reference_and_the_reason() -> None:
+    backend = chosen(CPU)
+    why = "plain XLA instead of the CPU's kernels, since they could not be built or loaded: no C++ compiler"
+    assert backend == Backend(device=CPU, why=why)  # type: ignore[arg-type]
+    assert chosen(CPU, attention="reference").why == ""
+
+
+def test_a_cpu_with_its_kernels() -> None:
+    backend = with_cpu_kernels(CPU)
+    kernels = Kernels(
+        implementation=Implementation.CPU, activations=Activations.INT16, by_reference=("grouped_matmul",)
+    )
+    assert (backend.kernels, backend.isa, backend.dtype) == (kernels, "avx2", np.dtype(np.float32))
+    assert backend.why == "compiled for avx2; by reference: grouped_matmul"
+    assert backend.kv_format == KVFormat(
+        dtype="float32", page_multiple=8, why_multiple="the CPU's kernels read 8 tokens at once"
+    )
+    assert with_cpu_kernels(CPU, activations="int8").kernels.activations is Activations.INT8
+    assert with_cpu_kernels(CPU, kv_dtype="bfloat16").kv_as_bits
+    assert with_cpu_kernels(V6E).kernels.implementation is TPU
+
+
+@pytest.mark.parametrize(
+    ("wishes", "mesh", "why"),
+    [
+        ({}, "a mesh", "they run on one device, and --mesh has several"),
+        ({"dtype": "bfloat16"}, None, r"they read float32 and --dtype is bfloat16 \(take --dtype float32"),
+        ({"kv_dtype": "fp8"}, None, "they have no --kv-dtype float8_e4m3fn .*float32, bfloat16, int8"),
+    ],
+)
+def test_what_the_cpu_kernels_cannot_run(wishes: dict, mesh: object, why: str) -> None:
+    """By itself the choice is the reference, with the reason; asked for by name it is refused."""
+    backend = with_cpu_kernels(CPU, mesh, **wishes)
+    assert backend.kernels == Kernels() and re.search(why, backend.why)
+    with pytest.raises(ConfigError, match=f"--attention cpu: {why}.*; --attention reference runs everywhere"):
+        with_cpu_kernels(CPU, mesh, attention="cpu", **wishes)
+
+
+def test_models_that_the_cpu_kernels_cannot_run_are_named() -> None:
+    odd = replace(TINY, head_dim=12)
+    assert "they cannot run this model: heads of 12" in with_cpu_kernels(CPU, model=odd).why
+    assert with_cpu_kernels(CPU, model=TINY).isa == "avx2"
+
+
+@pytest.mark.parametrize("device", [CPU, V6E])
+def test_activations_need_the_cpu_kernels(device: FakeDevice) -> None:
+    with pytest.raises(ConfigError, match="--activations int8 needs the CPU's kernels.*take --activations auto or ex"):
+        chosen(device, activations="int8")
+    assert chosen(device, activations="exact").kernels == chosen(device).kernels
 
 
 @pytest.mark.parametrize("device", [V6E, H100, A100])
@@ -66,6 +125,12 @@ def test_the_reference_runs_on_every_device(device: FakeDevice) -> None:
             {"attention": "tpu"},
             r"--attention tpu needs a TPU, and the device is cpu \(cpu\); .* or reference",
         ),
+        (
+            CPU,
+            {"attention": "cpu"},
+            "--attention cpu: they could not be built .*: no C.. compiler; --attention reference",
+        ),
+        (V6E, {"attention": "cpu"}, r"--attention cpu needs a CPU, and the device is tpu \(TPU v6 lite\)"),
         (CPU, {"attention": "gpu"}, r"--attention gpu needs a GPU, and the device is cpu \(cpu\); .* --device gpu"),
         (H100, {"attention": "tpu"}, r"--attention tpu needs a TPU, .* gpu \(NVIDIA H100 80GB HBM3\)"),
         (V6E, {"attention": "gpu"}, r"--attention gpu needs a GPU, .* tpu \(TPU v6 lite\)"),
@@ -142,7 +207,12 @@ def test_interpreted_kernels_run_anywhere_with_a_chips_limits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_every_wish_of_the_command_line_comes_to_something(attention: str, dtype: str, kv_dtype: str) -> None:
-    backend = chosen(V6E if attention == "tpu" else H100, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
+    device = {"tpu": V6E, "cpu": CPU}.get(attention, H100)
+    if attention == "cpu" and (dtype == "bfloat16" or kv_dtype == "fp8"):
+        with pytest.raises(ConfigError, match="--attention cpu: they (read|have)"):
+            with_cpu_kernels(device, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
+        return
+    backend = with_cpu_kernels(device, attention=attention, dtype=dtype, kv_dtype=kv_dtype)
     assert attention in ("auto", str(backend.kernels.implementation))
     assert dtype in ("auto", backend.dtype.name)
 
