@@ -232,9 +232,7 @@ def _edited(
     x_RV: Array, state: SamplingState, slot_R: Array, holds_stops_R: Array, vocabulary: VocabularyShard
 ) -> Array:
     has_mask_R = state.is_masked_B[slot_R] | holds_stops_R
-    x_RV = lax.cond(
-        has_mask_R.any(), lambda x: _mask(x, state, slot_R, holds_stops_R, vocabulary), lambda x: x, x_RV
-    )
+    x_RV = lax.cond(has_mask_R.any(), lambda x: _mask(x, state, slot_R, holds_stops_R, vocabulary), lambda x: x, x_RV)
     has_penalty_R = _has_penalty(state, slot_R)
     return lax.cond(has_penalty_R.any(), lambda x: _penalize(x, state, slot_R), lambda x: x, x_RV)
 

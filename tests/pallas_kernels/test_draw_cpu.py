@@ -83,7 +83,18 @@ def trouble(logits: np.ndarray, params: SamplingParams, uniform: float, token: i
 
 @pytest.mark.parametrize(
     ("vocab", "rows"),
-    [(49152, 24), (6400, 200), (50257, 24), (1000, 300), (777, 300), (128, 300), (17, 300), (16, 300), (2, 100), (1, 3)],
+    [
+        (49152, 24),
+        (6400, 200),
+        (50257, 24),
+        (1000, 300),
+        (777, 300),
+        (128, 300),
+        (17, 300),
+        (16, 300),
+        (2, 100),
+        (1, 3),
+    ],
 )
 def test_against_the_slow_policy_and_xla(vocab: int, rows: int) -> None:
     rng = np.random.default_rng(vocab)
