@@ -10,6 +10,8 @@ FLIP_GAP = 0.02
 """Two logits this close may change places with the order of a float32 sum."""
 LOGPROB_TOLERANCE = 2e-4
 """Float32 on a CPU stays within 4e-5 of the reference; a norm with an epsilon of 1e-6 for 1e-5 is 7e-4 off."""
+INT16_LOGPROB_TOLERANCE = 4e-3
+"""With int16 activations: the largest of 2,736 differences measured is 1.95e-3 (scripts/check_activations.py)."""
 MAX_FLIP_SHARE = 0.02
 """Of all prompts."""
 

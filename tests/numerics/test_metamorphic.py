@@ -16,7 +16,7 @@ from headrace.model.tokenizer import load_tokenizer
 from headrace.serving.app.offline import Completion
 from tests.live import LiveServer
 from tests.numerics import hf_directory, outputs
-from tests.numerics.golden import LOGPROB_TOLERANCE, find_flips, references
+from tests.numerics.golden import INT16_LOGPROB_TOLERANCE, find_flips, references
 from tests.numerics.outputs import Output
 
 NINE_PAGES, THAI, JAPANESE, CHAT = PROMPTS = tuple(references()[index] for index in (48, 11, 13, 21))
@@ -51,7 +51,7 @@ def assert_as_transformers(found: Sequence[Output]) -> None:
         assert output.prompt_ids == prompt.prompt_ids
         assert len(output.logprobs) == NUM_TOKENS
         same = positions.get(index, NUM_TOKENS)
-        assert output.logprobs[:same] == pytest.approx(prompt.logprobs[:same], abs=LOGPROB_TOLERANCE)
+        assert output.logprobs[:same] == pytest.approx(prompt.logprobs[:same], abs=INT16_LOGPROB_TOLERANCE)
 
 
 def test_alone_with_a_cold_and_a_warm_prefix_cache(llm: LLM) -> None:
