@@ -204,10 +204,11 @@ def _natively_chosen(
     """As ``_chosen``, with the CPU's own draw; rows of the null slot are not looked at."""
     is_real_R = slot_R != state.temperature_B.shape[0] - 1
     uniform_R = jax.vmap(_uniform)(state.seed_B2[slot_R], position_R)
-    of_rows = (state.temperature_B, state.top_k_B, state.top_p_B, state.min_p_B)
+    temperature_R, top_k_R = state.temperature_B[slot_R], state.top_k_B[slot_R]
+    top_p_R, min_p_R = state.top_p_B[slot_R], state.min_p_B[slot_R]
 
     def draw(x_RV: Array) -> tuple[Array, Array, Array]:
-        return api.draw(x_RV, is_real_R, *(x_B[slot_R] for x_B in of_rows), uniform_R, kernels=kernels)
+        return api.draw(x_RV, is_real_R, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, kernels=kernels)
 
     def edit_and_draw() -> tuple[Array, Array, Array]:
         token_R, _, has_choice_R = draw(_edited(logits_RV, state, slot_R, holds_stops_R, vocabulary))

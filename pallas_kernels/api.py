@@ -209,9 +209,10 @@ def top_cut(
 ) -> jax.Array:
     """The value at or above which candidates are kept when sampling; no vocabulary is sorted.
 
-    XLA's own code runs on every chip; there is no kernel (decision 30). On v6e a pass over 64 rows of 128,256 ids
-    takes 20 us at full bandwidth (40 us for the mass above a cut). A cut among the best 4,096 candidates needs two of
-    them; one that lies deeper at most 64, which is 1.9 ms beside the 9.8 ms that a step of Llama-3.1-8B reads weights.
+    XLA's own code runs on every chip; there is no kernel (decision 30), and ``draw`` takes its place on CPU. On v6e a
+    pass over 64 rows of 128,256 ids takes 20 us at full bandwidth (40 us for the mass above a cut). A cut among the
+    best 4,096 candidates needs two of them; one that lies deeper at most 64, which is 1.9 ms beside the 9.8 ms that a
+    step of Llama-3.1-8B reads weights.
 
     Args:
       z_RV: float32, a logit relative to its row's best over the temperature: the best is 0, all others are below.
@@ -254,12 +255,17 @@ def draw(
 def _kernel(operation: str, kernels: Kernels, function: str | None = None) -> Callable[..., Any]:
     implementation = Implementation.REFERENCE if operation in kernels.by_reference else kernels.implementation
     module = f"headrace.pallas_kernels.{operation}.{implementation}"
+    name = function or operation
     try:
-        return getattr(importlib.import_module(module), function or operation)
+        found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
         raise UnsupportedCase(f"{operation} has no {implementation} implementation") from error
+    if found is None:
+        raise UnsupportedCase(f"{operation} has no {implementation} implementation of {name}")
+    kernel: Callable[..., Any] = found
+    return kernel
 
 
 def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from headrace.model.load import load_model
 from headrace.model.pull import DEFAULT_MODEL, resolve_model
 from headrace.model.sampling import THRESHOLDS, SamplingState, sample
+from headrace.pallas_kernels.native import library
 from headrace.pallas_kernels.types import Implementation, Kernels
 from headrace.serving.core.config import SchedulerConfig
 from headrace.serving.core.plan import DecodeRow, SlotLoad, SlotRef, StepPlan
@@ -135,7 +136,10 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--deviation", type=float, default=3.0)
     parser.add_argument("--step", action="store_true", help="share of a step instead; loads the default model")
+    parser.add_argument("--isa", help="instruction set of the native one; by default the best")
     arguments = parser.parse_args()
+    if not arguments.step:
+        print(f"native: {library.load(isa=arguments.isa).isa}")
     if arguments.step:
         share_of_step(arguments.repeats)
     else:

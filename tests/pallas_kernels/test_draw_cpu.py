@@ -118,13 +118,13 @@ def by_xla(logits: np.ndarray, params: list[SamplingParams], uniform: np.ndarray
     fields = {f"{name}_B": jnp.asarray([getattr(p, name) for p in params]) for name in names}
     state = state.replace(**{name: value.astype(getattr(state, name).dtype) for name, value in fields.items()})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_uniform", lambda seed, position: lax_value(position))
+        patch.setattr(sampling, "_uniform", lambda seed, position: as_float(position))
         bits = jnp.asarray(uniform.view(np.int32))
         sampled, _ = jax.jit(sampling.sample)(jnp.asarray(logits), state, jnp.arange(rows), bits, jnp.zeros(rows, bool))
     return np.asarray(sampled.token_R)
 
 
-def lax_value(bits: jax.Array) -> jax.Array:
+def as_float(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -256,3 +256,7 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedCase, match="sample has no tpu"):
         tpu = Kernels(implementation=Implementation.TPU, chip="v6e")
         api.draw(jnp.ones((2, 8)), ones, ones, ones, ones, ones, ones, kernels=tpu)
+    with pytest.raises(UnsupportedCase, match="sample has no reference implementation of draw"):
+        api.draw(jnp.ones((2, 8)), ones, ones, ones, ones, ones, ones, kernels=sampling.THRESHOLDS)
+    with pytest.raises(UnsupportedCase, match="sample has no cpu implementation of top_cut"):
+        api.top_cut(jnp.ones((2, 8)), jnp.ones((2, 8)), ones, ones, kernels=CPU)
