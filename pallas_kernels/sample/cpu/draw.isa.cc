@@ -103,6 +103,19 @@ void SumsAbove(const float* z, const float* weight, int count, const float* cut,
   }
 }
 
+#if defined(HEADRACE_ISA_AVX2)
+// Of each set of lanes: which they are, in order. AVX2 has no instruction that moves the lanes of a mask to the front.
+struct Lanes {
+  uint8_t of[256][8] = {};
+  constexpr Lanes() {
+    for (int mask = 0; mask < 256; mask++)
+      for (int lane = 0, to = 0; lane < 8; lane++)
+        if (mask >> lane & 1) of[mask][to++] = static_cast<uint8_t>(lane);
+  }
+};
+constexpr Lanes kChosen;
+#endif
+
 // Moves candidates of low <= z < high to the front of another array, or of the same one; how many there are. Sixteen
 // at the least are written: what is behind the last one is -inf, of weight 0.
 int Keep(const float* z, const float* weight, int count, float low, float high, float* to_z, float* to_weight) {
@@ -110,15 +123,28 @@ int Keep(const float* z, const float* weight, int count, float low, float high, 
   for (int i = 0; i < count; i += kWide) {
 #if defined(HEADRACE_ISA_AVX512)
     const Vec at = Load(z + i), w = Load(weight + i);
-    const __mmask16 is_kept = _mm512_cmp_ps_mask(at, Set1(low), _CMP_GE_OQ) & _mm512_cmp_ps_mask(at, Set1(high), _CMP_LT_OQ);
+    const __mmask16 is_high = _mm512_cmp_ps_mask(at, Set1(low), _CMP_GE_OQ);
+    const __mmask16 is_kept = _mm512_mask_cmp_ps_mask(is_high, at, Set1(high), _CMP_LT_OQ);
     Store(to_z + kept, _mm512_maskz_compress_ps(is_kept, at));
     Store(to_weight + kept, _mm512_maskz_compress_ps(is_kept, w));
     kept += __builtin_popcount(is_kept);
+#elif defined(HEADRACE_ISA_AVX2)
+    for (int j = i; j < i + kWide; j += kLanes) {
+      const Vec at = Load(z + j), w = Load(weight + j);
+      const Vec is_kept =
+          _mm256_and_ps(_mm256_cmp_ps(at, Set1(low), _CMP_GE_OQ), _mm256_cmp_ps(at, Set1(high), _CMP_LT_OQ));
+      const int mask = _mm256_movemask_ps(is_kept);
+      const __m256i from =
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kChosen.of[mask])));
+      Store(to_z + kept, _mm256_permutevar8x32_ps(at, from));
+      Store(to_weight + kept, _mm256_permutevar8x32_ps(w, from));
+      kept += __builtin_popcount(static_cast<unsigned>(mask));
+    }
 #else
     for (int j = i; j < i + kWide; j++) {
       const float at = z[j], w = weight[j];
       to_z[kept] = at, to_weight[kept] = w;
-      kept += at >= low && at < high;
+      kept += static_cast<int>(at >= low) & static_cast<int>(at < high);  // no branch: there is no guessing it
     }
 #endif
   }

@@ -109,8 +109,9 @@ int main(int count, char** words) {
       if (why == nullptr && !first.empty() && first[i].token != found[i].token) why = "another id than before";
       if (why == nullptr) continue;
       const Row& row = cases[i].row;
-      std::printf("%s: row %d: %s: %d of %d ids, temperature %g, top_k %d, top_p %g, floor %g, uniform %g\n", isa, i, why,
-                  found[i].token, row.size, row.temperature, row.top_k, row.top_p, row.floor, row.uniform);
+      std::printf("%s: row %d: %s: %d of %d ids\n", isa, i, why, found[i].token, row.size);
+      std::printf("temperature %g, top_k %d, top_p %g, floor %g, uniform %g\n", row.temperature, row.top_k, row.top_p,
+                  row.floor, row.uniform);
       return 1;
     }
     std::printf("%s: %d rows are right\n", isa, rows);
