@@ -127,8 +127,14 @@ def _embed(embed_VD: Matrix, token_T: Array, axis: MeshAxis, kernels: Kernels) -
     return axis.sum(embed_VD.at[index_T].get(mode="fill", fill_value=0).astype(jnp.float32))
 
 
-def logits(weights: Weights[Array], hidden_TD: Array, *, kernels: Kernels = Kernels()) -> Array:
-    """float32 [T, V], of this device's part of the vocabulary; a tied head reads the embedding."""
+def logits(
+    weights: Weights[Array], hidden_TD: Array, is_real_T: Array | None = None, *, kernels: Kernels = Kernels()
+) -> Array:
+    """float32 [T, V], of this device's part of the vocabulary; a tied head reads the embedding.
+
+    is_real_T: False marks rows whose result nobody reads: 0, without work, where the head is in tiles."""
+    if is_real_T is not None and isinstance(_head(weights), TiledQuant):
+        return api.fused_matmul(hidden_TD, (_head(weights),), real_M=is_real_T, kernels=kernels)
     if weights.head_DV is None:
         return project("TD,VD->TV", hidden_TD, weights.embed_VD, kernels)
     return project("TD,DV->TV", hidden_TD, weights.head_DV, kernels)

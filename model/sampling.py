@@ -15,6 +15,7 @@ Choices that belong to the policy's version:
 * Temperatures up to GREEDY_TEMPERATURE are greedy, and so is top_k = 1; ties go to the lower id.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -25,7 +26,7 @@ from jax import lax
 from headrace.model.draw import invert
 from headrace.pallas_kernels import api
 from headrace.pallas_kernels.sample.reference import lane_sums
-from headrace.pallas_kernels.types import Kernels
+from headrace.pallas_kernels.types import Implementation, Kernels
 from headrace.serving.core.request import MAX_LOGPROBS
 from headrace.sharding.collectives import ALONE, MeshAxis, VocabularyShard
 
@@ -94,6 +95,7 @@ def sample(
     position_R: Array,
     holds_stops_R: Array,
     axis: MeshAxis = ALONE,
+    kernels: Kernels = THRESHOLDS,
 ) -> tuple[Sampled, SamplingState]:
     """Choose one id per row and record it in the rows' slots.
 
@@ -103,9 +105,11 @@ def sample(
       position_R: i32, the index that the new token gets. holds_stops_R: bool, min_tokens is not reached.
       axis: of the mesh, over which V is cut, of the logits and of the state's rows of V; all results are whole. Sums
         over V are then of partial sums: a cut or a draw can differ from that of one device where they round otherwise.
+      kernels: those of the CPU draw natively where V is whole; a cut or a draw can differ in the same way.
     """
     vocabulary = VocabularyShard(axis=axis, size=logits_RV.shape[1] * axis.size)
-    sampled = _chosen(logits_RV, state, slot_R, position_R, holds_stops_R, vocabulary)
+    choose = _choice(vocabulary, kernels)
+    sampled = choose(logits_RV, state, slot_R, position_R, holds_stops_R, vocabulary)
     return sampled, _recorded(state, slot_R, sampled.token_R, vocabulary)
 
 
@@ -116,6 +120,7 @@ def sample_or_best(
     slot_R: Array,
     position_R: Array,
     holds_stops_R: Array,
+    kernels: Kernels = THRESHOLDS,
 ) -> tuple[Sampled, SamplingState]:
     """As ``sample``, on one device; the logits are made only where a row of the step asks for more than its best id.
 
@@ -126,10 +131,15 @@ def sample_or_best(
     asks_R |= (state.temperature_B[slot_R] > 0) | state.wants_logprobs_B[slot_R]
     sampled = lax.cond(
         asks_R.any(),
-        lambda: _chosen(logits(), state, slot_R, position_R, holds_stops_R, vocabulary),
+        lambda: _choice(vocabulary, kernels)(logits(), state, slot_R, position_R, holds_stops_R, vocabulary),
         lambda: Sampled(*best(), *_no_logprobs(slot_R.shape[0], vocabulary.size)),
     )
     return sampled, _recorded(state, slot_R, sampled.token_R, vocabulary)
+
+
+def _choice(vocabulary: VocabularyShard, kernels: Kernels) -> Callable[..., Sampled]:
+    is_native = kernels.implementation is Implementation.CPU and vocabulary.axis.size == 1
+    return functools.partial(_natively_chosen, kernels=kernels) if is_native else _chosen
 
 
 def _recorded(state: SamplingState, slot_R: Array, token_R: Array, vocabulary: VocabularyShard) -> SamplingState:
@@ -153,18 +163,13 @@ def _chosen(
 ) -> Sampled:
     axis = vocabulary.axis
     top_R = axis.max(logits_RV.max(axis=-1))
-    # A sum keeps NaN and infinities; the maximum does not keep NaN on CPU (jaxlib 0.10.2, from some 1,000 ids on).
-    is_finite_R = jnp.isfinite(axis.sum(lane_sums(logits_RV).sum(axis=-1)))
+    is_finite_R = _is_finite(logits_RV, vocabulary)
     has_penalty_R = _has_penalty(state, slot_R)
     has_mask_R = state.is_masked_B[slot_R] | holds_stops_R
     draws_R = state.temperature_B[slot_R] > 0
 
-    def mask(x_RV: Array) -> Array:
-        return _mask(x_RV, state, slot_R, holds_stops_R, vocabulary)
-
     def choose() -> tuple[Array, Array]:
-        edited_RV = lax.cond(has_mask_R.any(), mask, lambda x: x, logits_RV)
-        edited_RV = lax.cond(has_penalty_R.any(), lambda x: _penalize(x, state, slot_R), lambda x: x, edited_RV)
+        edited_RV = _edited(logits_RV, state, slot_R, holds_stops_R, vocabulary)
         best_R = axis.max(edited_RV.max(axis=-1))
         greedy_R = _first_equal(edited_RV, best_R, vocabulary)
         token_R = lax.cond(
@@ -185,6 +190,52 @@ def _chosen(
         lambda: _no_logprobs(logits_RV.shape[0], vocabulary.size),
     )
     return Sampled(token_R, is_finite_R & has_choice_R, *logprobs)
+
+
+def _natively_chosen(
+    logits_RV: Array,
+    state: SamplingState,
+    slot_R: Array,
+    position_R: Array,
+    holds_stops_R: Array,
+    vocabulary: VocabularyShard,
+    kernels: Kernels,
+) -> Sampled:
+    """As ``_chosen``, with the CPU's own draw; rows of the null slot are not looked at."""
+    is_real_R = slot_R != state.temperature_B.shape[0] - 1
+    uniform_R = jax.vmap(_uniform)(state.seed_B2[slot_R], position_R)
+    temperature_R, top_k_R = state.temperature_B[slot_R], state.top_k_B[slot_R]
+    top_p_R, min_p_R = state.top_p_B[slot_R], state.min_p_B[slot_R]
+
+    def draw(x_RV: Array) -> tuple[Array, Array, Array]:
+        return api.draw(x_RV, is_real_R, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, kernels=kernels)
+
+    def edit_and_draw() -> tuple[Array, Array, Array]:
+        token_R, _, has_choice_R = draw(_edited(logits_RV, state, slot_R, holds_stops_R, vocabulary))
+        return token_R, _is_finite(logits_RV, vocabulary) | ~is_real_R, has_choice_R
+
+    has_edits_R = _has_penalty(state, slot_R) | state.is_masked_B[slot_R] | holds_stops_R
+    token_R, is_finite_R, has_choice_R = lax.cond(has_edits_R.any(), edit_and_draw, lambda: draw(logits_RV))
+    logprobs = lax.cond(
+        state.wants_logprobs_B[slot_R].any(),
+        lambda: _logprobs(logits_RV, logits_RV.max(axis=-1), token_R, vocabulary),
+        lambda: _no_logprobs(*logits_RV.shape),
+    )
+    return Sampled(token_R, is_finite_R & has_choice_R, *logprobs)
+
+
+def _is_finite(x_RV: Array, vocabulary: VocabularyShard) -> Array:
+    # A sum keeps NaN and infinities; the maximum does not keep NaN on CPU (jaxlib 0.10.2, from some 1,000 ids on).
+    return jnp.isfinite(vocabulary.axis.sum(lane_sums(x_RV).sum(axis=-1)))
+
+
+def _edited(
+    x_RV: Array, state: SamplingState, slot_R: Array, holds_stops_R: Array, vocabulary: VocabularyShard
+) -> Array:
+    has_mask_R = state.is_masked_B[slot_R] | holds_stops_R
+    x_RV = lax.cond(has_mask_R.any(), lambda x: _mask(x, state, slot_R, holds_stops_R, vocabulary), lambda x: x, x_RV)
+    has_penalty_R = _has_penalty(state, slot_R)
+    return lax.cond(has_penalty_R.any(), lambda x: _penalize(x, state, slot_R), lambda x: x, x_RV)
 
 
 def _first_equal(x_RV: Array, value_R: Array, vocabulary: VocabularyShard) -> Array:

@@ -209,9 +209,10 @@ def top_cut(
 ) -> jax.Array:
     """The value at or above which candidates are kept when sampling; no vocabulary is sorted.
 
-    XLA's own code runs on every chip; there is no kernel (decision 30). On v6e a pass over 64 rows of 128,256 ids
-    takes 20 us at full bandwidth (40 us for the mass above a cut). A cut among the best 4,096 candidates needs two of
-    them; one that lies deeper at most 64, which is 1.9 ms beside the 9.8 ms that a step of Llama-3.1-8B reads weights.
+    XLA's own code runs on every chip; there is no kernel (decision 30), and ``draw`` takes its place on CPU. On v6e a
+    pass over 64 rows of 128,256 ids takes 20 us at full bandwidth (40 us for the mass above a cut). A cut among the
+    best 4,096 candidates needs two of them; one that lies deeper at most 64, which is 1.9 ms beside the 9.8 ms that a
+    step of Llama-3.1-8B reads weights.
 
     Args:
       z_RV: float32, a logit relative to its row's best over the temperature: the best is 0, all others are below.
@@ -223,15 +224,48 @@ def top_cut(
     return _kernel("sample", kernels, "top_cut")(z_RV, weight_RV, top_k_R, top_p_R, across, kernels)
 
 
+def draw(
+    logits_RV: jax.Array,
+    real_R: jax.Array,
+    temperature_R: jax.Array,
+    top_k_R: jax.Array,
+    top_p_R: jax.Array,
+    min_p_R: jax.Array,
+    uniform_R: jax.Array,
+    *,
+    kernels: Kernels,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One id of each row by policy ``headrace-sampling/1`` (model/sampling.py), from temperature on. CPU only.
+
+    Args:
+      logits_RV: float32, masked and with penalties; -inf forbids an id.
+      real_R: 0 marks a row that nobody reads: it costs nothing and gives (0, True, True).
+      temperature_R: float32; rows of 0 give their best id, ties by lower id, and read nothing of what follows.
+      top_k_R: i32, 0 keeps all. top_p_R, min_p_R: float32; 1 and 0 keep all.
+      uniform_R: float32 in [0, 1), where the cumulative distribution is inverted.
+    Returns: (i32 [R] id, in range also in broken rows; bool [R] all logits of the row are finite; bool [R] one at
+      least is above -inf). What a row gives does not depend on the others, bit for bit.
+    Raises: UnsupportedCase: any other implementation, or shapes that it cannot run.
+    """
+    return _kernel("sample", kernels, "draw")(
+        logits_RV, real_R, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, kernels
+    )
+
+
 def _kernel(operation: str, kernels: Kernels, function: str | None = None) -> Callable[..., Any]:
     implementation = Implementation.REFERENCE if operation in kernels.by_reference else kernels.implementation
     module = f"headrace.pallas_kernels.{operation}.{implementation}"
+    name = function or operation
     try:
-        return getattr(importlib.import_module(module), function or operation)
+        found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
         raise UnsupportedCase(f"{operation} has no {implementation} implementation") from error
+    if found is None:
+        raise UnsupportedCase(f"{operation} has no {implementation} implementation of {name}")
+    kernel: Callable[..., Any] = found
+    return kernel
 
 
 def _check_types(new: TokenKV, pool: KVPool, kernels: Kernels) -> None:

@@ -23,7 +23,7 @@ from headrace.pallas_kernels.native.compiler import BuildError, Compiler, find_c
 
 ROOT = Path(__file__).resolve().parent.parent
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
-FOLDERS = ("native", "quant_matmul/cpu", "paged_attention/cpu")
+FOLDERS = ("native", "quant_matmul/cpu", "paged_attention/cpu", "sample/cpu")
 MACROS = "HEADRACE"
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra",

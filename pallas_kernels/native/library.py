@@ -16,6 +16,7 @@ PLATFORM = "cpu"
 TARGETS: tuple[str, ...] = (
     "HeadraceBestColumn",
     "HeadraceColumns",
+    "HeadraceDraw",
     "HeadraceFusedMatmul",
     "HeadraceNop",
     "HeadraceRotaryAttention",

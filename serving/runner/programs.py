@@ -58,13 +58,16 @@ def make_step(cfg: ModelConfig, layout: InputLayout, kernels: Kernels, shards: S
         hidden_RD = shards.stage.of_last(hidden_TD.at[sampled_row].get(mode="promise_in_bounds"))
         rows = (state, fields.slot_Z, fields.kv_len_Z, fields.holds_stops_Z > 0)
         if has_best_column(weights, kernels, shards):
+            is_real_R = fields.slot_Z != layout.config.num_slots
             sampled, state = sample_or_best(
-                lambda: logits(weights, hidden_RD, kernels=kernels),
-                lambda: best_token(weights, hidden_RD, fields.slot_Z != layout.config.num_slots, kernels=kernels),
+                # Of greedy rows too: a second pass over the head for their best columns costs more than their logits.
+                lambda: logits(weights, hidden_RD, is_real_R, kernels=kernels),
+                lambda: best_token(weights, hidden_RD, is_real_R, kernels=kernels),
                 *rows,
+                kernels,
             )
         else:
-            sampled, state = sample(logits(weights, hidden_RD, kernels=kernels), *rows, shards.vocabulary)
+            sampled, state = sample(logits(weights, hidden_RD, kernels=kernels), *rows, shards.vocabulary, kernels)
         return pool, state, counted(counts_CLE, load_LE), shards.data.gather(pack_sampled(sampled), axis=0)
 
     return step

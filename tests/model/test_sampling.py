@@ -1,5 +1,6 @@
 import functools
 import math
+import sys
 from dataclasses import replace
 
 import jax
@@ -22,9 +23,19 @@ from tests.model import slow_sampling
 VOCAB, SLOTS = 6400, 10
 GREEDY = SamplingParams(temperature=0.0)
 
-run = jax.jit(sample)
+RUNS = {
+    "xla": jax.jit(sample),
+    "native": jax.jit(functools.partial(sample, kernels=Kernels(implementation=Implementation.CPU))),
+}
+run = RUNS["xla"]
 top_cut = jax.jit(functools.partial(api.top_cut, kernels=sampling.THRESHOLDS))
 load_rows = jax.jit(load_with_rows)
+
+
+@pytest.fixture(autouse=True, params=RUNS)
+def _sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tests, with XLA's own code and with the CPU's native draw."""
+    monkeypatch.setattr(sys.modules[__name__], "run", RUNS[request.param])
 
 
 def request(params: SamplingParams, prompt: tuple[int, ...] = (1,), stops: tuple[int, ...] = ()) -> Request:
