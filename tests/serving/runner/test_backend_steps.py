@@ -47,7 +47,7 @@ class Case:
 
 
 def on_cpu(**wishes: str) -> Backend:
-    return choose_backend(jax.devices()[0], Wishes(**wishes))
+    return choose_backend(jax.devices()[0], Wishes(attention="reference", **wishes))
 
 
 CASES = {
