@@ -170,7 +170,8 @@ void Tiles(const uint8_t* tiles, const Form& form, int64_t groups, const uint8_t
     const auto many = together ? ManyRows<kBits, kGroup, kAffine, kInt16, Lanes::kVectors>
                                : ManyRows<kBits, kGroup, kAffine, kInt16, 1>;
     for (int64_t r = 0; r < rows; r += kRowsAtOnce)
-      many(w, {records + r * kRecord, rows * kRecord}, int(rows - r < kRowsAtOnce ? rows - r : kRowsAtOnce), y + r * ld, ld);
+      many(w, {records + r * kRecord, rows * kRecord}, int(rows - r < kRowsAtOnce ? rows - r : kRowsAtOnce), y + r * ld,
+           ld);
     tile += together ? Lanes::kVectors : 1;
   }
 }
