@@ -10,7 +10,7 @@ namespace headrace::quant::HEADRACE_ISA {
 constexpr int kRowsAtOnce = 64;  // their sums: 8 KiB
 
 // Few rows wait for memory, and 32 rows of int8 weights still do: fetch this far ahead in the stream of blocks. 1
-// thread, 30 cold int4 weights 576 x 3072, three runs each: 1 row 146 to 157 GFLOP/s with 4096 bytes, 161 to 174 with 8192
+// thread, 30 cold int4 weights 576 x 3072, 3 runs: 1 row 146 to 157 GFLOP/s with 4096 bytes, 161 to 174 with 8192
 // (the streaming read is 200); 4 rows 490 to 524 and 581 to 594.
 constexpr int kAhead = 8192;
 
