@@ -33,8 +33,26 @@ LONGEST_FIRST = (
 """Files of a minute and more. pytest-xdist takes file by file in this order (--no-loadscope-reorder): were one of them
 the last, a processor would wait for it."""
 
+HEAVY_KERNELS = (
+    "pallas_kernels/native/test_attention.py",
+    "pallas_kernels/native/test_integer_kernels.py",
+    "pallas_kernels/native/test_sanitized_draws.py",
+    "pallas_kernels/native/test_sanitized_products.py",
+)
+"""Files that compile all C++ kernels again, with sanitizers or for each instruction set: some 15 minutes of two cores.
+They run with --heavy-kernels (make check-sanitizers)."""
+
 # Before JAX starts a back end: meshes of CPU devices. Everything else runs on the first of them.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--heavy-kernels", action="store_true", help="also the files of HEAVY_KERNELS")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_heavy = collection_path in [Path(__file__).parent / name for name in HEAVY_KERNELS]
+    return True if is_heavy and not config.getoption("--heavy-kernels") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

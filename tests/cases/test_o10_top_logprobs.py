@@ -10,6 +10,8 @@ from tests.cases.conftest import Reference
 
 pytestmark = pytest.mark.usefixtures("checks")
 
+TOLERANCE = 3e-3
+"""With int16 activations, the default on a CPU, logprobs are off by up to 2e-3 (make check-activations)."""
 EMOJI = {"prompt": "😀 😀 😀", "max_tokens": 6, "logprobs": 20, "return_token_ids": True}
 END = 2
 
@@ -33,16 +35,16 @@ def is_the_references(answer: Answer, tokenizer: Tokenizer, reference: Reference
     for row_V, token_id, entry in zip(rows, answer.token_ids, answer.logprobs, strict=True):
         tops = entry["top_logprobs"]
         assert entry["token_id"] == token_id
-        assert entry["logprob"] == pytest.approx(row_V[token_id], abs=1e-3)
-        better = np.sum(row_V > row_V[token_id] + 1e-3) + 1
-        not_worse = np.sum(row_V >= row_V[token_id] - 1e-3)
+        assert entry["logprob"] == pytest.approx(row_V[token_id], abs=TOLERANCE)
+        better = np.sum(row_V > row_V[token_id] + TOLERANCE) + 1
+        not_worse = np.sum(row_V >= row_V[token_id] - TOLERANCE)
         assert better <= entry["rank"] <= not_worse
         assert len({top["token_id"] for top in tops}) == 20
         assert sorted(tops, key=lambda top: (-top["logprob"], top["token_id"])) == tops
         for top in tops:
-            assert top["logprob"] == pytest.approx(row_V[top["token_id"]], abs=1e-3)
+            assert top["logprob"] == pytest.approx(row_V[top["token_id"]], abs=TOLERANCE)
             names_its_token(top, tokenizer)
-        assert tops[0]["logprob"] == pytest.approx(row_V.max(), abs=1e-3)
+        assert tops[0]["logprob"] == pytest.approx(row_V.max(), abs=TOLERANCE)
         chosen = [place for place, top in enumerate(tops, 1) if top["token_id"] == token_id]
         assert chosen == ([entry["rank"]] if entry["rank"] <= 20 else [])
         names_its_token(entry, tokenizer)
