@@ -1,7 +1,7 @@
 """CPU kernels under sanitizers, and their loops: what is too long for the suite.
 
 Drivers in C++ run the products, the attention, the draw and the thread team under gcc's thread, address and
-undefined-behaviour sanitizers, over odd sizes and random steps; planted mistakes have to be found. Then the machine code
+undefined-behaviour sanitizers, over odd sizes and random steps; planted mistakes have to be found. Then machine code
 of the integer products: sums stay in registers, and every instruction set gives the same bits.
 """
 

@@ -163,4 +163,4 @@ def test_every_border_is_in_the_grid() -> None:
     assert any(not case.decode_lens for case in FLOAT32_CASES)
     assert any(not case.segments for case in FLOAT32_CASES)
     assert {case.head_dim for case in FLOAT32_CASES} == {64, 128, 256}
-    assert list(Implementation) == ["reference", "tpu", "gpu"]
+    assert list(Implementation) == ["reference", "tpu", "gpu", "cpu"]
