@@ -30,12 +30,7 @@ output = section("Output")
     help="As for serve, such as tensor=4; may be given several times.  [default: auto, all that fit the slice]",
 )
 @compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
-@compute(
-    "--weights",
-    type=click.Choice(WEIGHTS),
-    default="native",
 @compute("--weights", type=click.Choice(WEIGHTS), default="native", help="As for serve; native: as a file has them.")
-)
 @compute("--kv-dtype", "--kv", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
 @memory("--context", type=int, default=8192, help="Most tokens of a request.")
 @memory("--max-streams", type=int, default=64, help="Requests that generate at the same time, on each copy.")
