@@ -83,13 +83,14 @@ def backend_specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
     specs = param_specs(cfg, backend.dtype, backend.weights, backend.forms)
     is_cpu = backend.device is None or platform_of(backend.device) == "cpu"
     implementation = backend.kernels.implementation
-    if is_cpu and implementation is Implementation.CPU:
-        return specs
     values = {"values": "int8"} if is_cpu else {}
-    scale = {} if is_cpu and implementation is Implementation.REFERENCE else {"scale": "float32"}
+    scale = {} if is_cpu and implementation in (Implementation.REFERENCE, Implementation.CPU) else {"scale": "float32"}
 
     def had(spec: ParamSpec) -> ParamSpec:
-        return spec if spec.form is None else replace(spec, form=replace(spec.form, **values, **scale))
+        # Of CPU kernels only tiles stay as they are: products with experts run by XLA.
+        if spec.form is None or is_tiled(spec, backend.kernels):
+            return spec
+        return replace(spec, form=replace(spec.form, **values, **scale))
 
     found: Weights[ParamSpec] = jax.tree.map(had, specs)
     return found
