@@ -18,7 +18,7 @@ from headrace.serving.runner.forms import with_forms
 from headrace.serving.runner.load import load_placed
 from scripts import evidence
 from tests.numerics.forced import ForcedDecoder
-from tests.numerics.golden import FLIP_GAP, LOGPROB_TOLERANCE, Reference, find_flips, references
+from tests.numerics.golden import FLIP_GAP, TOLERANCE_OF, Reference, find_flips, references
 
 CHUNK_TOKENS = 256
 MAX_CHANGED_SHARE = 0.05
@@ -37,16 +37,16 @@ def main() -> int:
         gc.collect()
     return evidence.write(
         args.out,
-        all(is_kept(found[name.value]) for name in (Activations.EXACT, Activations.INT16))
+        all(is_kept(found[name.value], name) for name in (Activations.EXACT, Activations.INT16))
         and found[Activations.INT8.value]["changed_share"] <= MAX_CHANGED_SHARE,
-        bounds={"max_logprob_difference": LOGPROB_TOLERANCE, "changed_share_of_int8": MAX_CHANGED_SHARE},
+        bounds={"max_logprob_difference": dict(TOLERANCE_OF), "changed_share_of_int8": MAX_CHANGED_SHARE},
         **found,
     )
 
 
-def is_kept(found: Json) -> bool:
-    """The ids are the reference's, and so are logprobs within the float32 tolerance or, of integers, ten times it."""
-    return not found["flips"]
+def is_kept(found: Json, activations: Activations) -> bool:
+    """The ids are the reference's, and its logprobs within the tolerance of these activations."""
+    return not found["flips"] and found["logprob_difference"]["max"] <= TOLERANCE_OF[activations]
 
 
 def greedy(path: str, activations: Activations, prompts: list[Reference]) -> Json:

@@ -22,9 +22,9 @@ from scripts import evidence, exact_answers
 from scripts.exact_answers import Answer, Company, preemption_counts, together
 from tests.live import LiveServer, start_server
 
-SERVER = ("--max-streams", "8", "--context", "640", "--chunk-tokens", "128", "--page-size", "4")
-FEW_PAGES = ("--pages", "151", "--swap-memory", "256MB", "--restart-engine")
-"""150 usable pages: the longest request takes 121 of them, and 8 requests take 270 on average. Short pages, so that
+SERVER = ("--max-streams", "8", "--context", "640", "--chunk-tokens", "128", "--page-size", "8")
+FEW_PAGES = ("--pages", "76", "--swap-memory", "256MB", "--restart-engine")
+"""75 usable pages: the longest request takes 61 of them, and 8 requests take 137 on average. Short pages, so that
 answers outgrow what was free when they started."""
 DETERMINISTIC = ("--deterministic",)
 STRANGERS = 15

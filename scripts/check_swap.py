@@ -21,7 +21,7 @@ from scripts.exact_answers import Answer, preemption_counts, together
 from tests.live import LiveServer
 from tests.numerics.golden import find_flips
 
-PAGES = ("--pages", "181")
+PAGES = ("--pages", "91")
 SWAP = ("--swap-memory", "256MB")
 MODES: dict[str, tuple[tuple[str, ...], str]] = {
     "deterministic": (("--deterministic", *SWAP), "swapped"),

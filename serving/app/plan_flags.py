@@ -30,7 +30,7 @@ output = section("Output")
     help="As for serve, such as tensor=4; may be given several times.  [default: auto, all that fit the slice]",
 )
 @compute("--dtype", type=click.Choice(DTYPES), default="auto", help="Type of weights and products; auto: bfloat16.")
-@compute("--weights", type=click.Choice(WEIGHTS), default="native", help="As for serve: as --dtype, or int8.")
+@compute("--weights", type=click.Choice(WEIGHTS), default="native", help="As for serve; native: as a file has them.")
 @compute("--kv-dtype", "--kv", type=click.Choice(KV_DTYPES), default="auto", help="Type of stored keys and values.")
 @memory("--context", type=int, default=8192, help="Most tokens of a request.")
 @memory("--max-streams", type=int, default=64, help="Requests that generate at the same time, on each copy.")
@@ -49,9 +49,9 @@ def plan(model_source: str, as_json: bool, plot: Path | None, **flags: Any) -> i
     """Say whether MODEL fits on a slice of accelerators and what bounds it, without them.
 
     MODEL is a published name (llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mixtral-8x7b,
-    gpt-oss-20b, gpt-oss-120b), a .gguf file or a directory with a config.json; weights are not needed. The programs
-    that would be served are compiled by the accelerator's own compiler, which comes with the tpu or the cuda extra of
-    this package.
+    gpt-oss-20b, gpt-oss-120b), a .gguf file or a directory with a config.json, of which weights are not needed. The
+    programs that would be served are compiled by the accelerator's own compiler, which comes with the tpu or the cuda
+    extra of this package.
     """
     from headrace.serving.app.plan import PlanRequest
     from headrace.serving.app.plan_command import parse_workload, run_plan

@@ -19,10 +19,10 @@ import msgspec
 from jax.errors import JaxRuntimeError
 
 from headrace.model.config import ModelConfig
-from headrace.model.config_files import read_config
+from headrace.model.config_files import is_gguf, read_config
 from headrace.model.on_mesh import config_on_mesh
 from headrace.model.published.configurations import PUBLISHED, published_config
-from headrace.model.specs import WeightScheme, param_specs
+from headrace.model.specs import WeightScheme
 from headrace.pallas_kernels.chips import Chip, chip_of
 from headrace.serving.app.build import DEFAULT_MEMORY_FRACTION, EngineOptions, resolve
 from headrace.serving.app.plan_cost import CostModel, stream_numbers
@@ -33,10 +33,11 @@ from headrace.serving.core.kv_memory import DeviceMemory
 from headrace.serving.core.plan import Bucket
 from headrace.serving.runner.arrays import pool_shapes, state_shapes
 from headrace.serving.runner.backend import Backend, Wishes, choose_backend, find_mesh
+from headrace.serving.runner.forms import with_forms
 from headrace.serving.runner.inputs import InputLayout
 from headrace.serving.runner.memory import known_arguments, measure
 from headrace.serving.runner.programs import program_name, step_program
-from headrace.serving.runner.weights import weight_shapes
+from headrace.serving.runner.weights import backend_specs, weight_shapes
 from headrace.sharding.errors import MeshError
 from headrace.sharding.mesh_shape import MeshShape, parse_mesh
 from headrace.sharding.slices import Slice, parse_slice
@@ -65,8 +66,13 @@ def answer(job: PlanJob) -> PlanAnswer:
     first = devices[slices[0]]
     chip = chip_of(first[0].device_kind)
     backend = choose_backend(first[0], wishes(job.options, slices[0]), find_mesh(first[0], shape, first))
-    work = _Work(job=job, config=config, cfg=cfg, chip=chip, backend=backend)
-    found = work.compiled()
+    found: Compiled | str
+    try:
+        backend = as_served(backend, job.model)
+        work = _Work(job=job, config=config, cfg=cfg, chip=chip, backend=backend)
+        found = work.compiled()
+    except ConfigError as error:
+        found = f"would not start: {error}"
     rows = []
     for of, place in zip(slices, job.places, strict=True):
         row = PlanRow(
@@ -79,8 +85,21 @@ def answer(job: PlanJob) -> PlanAnswer:
         rows.append(
             replace(row, misfit=found) if isinstance(found, str) else work.counted(row, found, shape, of, devices[of])
         )
-    weights = backend.dtype.name if backend.weights is WeightScheme.NATIVE else backend.weights.value
-    return PlanAnswer(rows=tuple(rows), weights=weights, kv_dtype=backend.kv_dtype.name)
+    return PlanAnswer(rows=tuple(rows), weights=weights_text(backend), kv_dtype=backend.kv_dtype.name)
+
+
+def as_served(backend: Backend, model: str) -> Backend:
+    """With the forms that weights of a GGUF file keep, as the engine has them. model: published name or path.
+
+    Raises: ConfigError naming a weight that the mesh cannot cut.
+    """
+    return backend if model in PUBLISHED or not is_gguf(model) else with_forms(backend, model)
+
+
+def weights_text(backend: Backend) -> str:
+    if backend.weights is not WeightScheme.NATIVE:
+        return backend.weights.value
+    return f"as the file has them, else {backend.dtype.name}" if backend.forms else backend.dtype.name
 
 
 def wishes(options: EngineOptions, of: Slice) -> Wishes:
@@ -188,7 +207,7 @@ class _Work:
             cfg=self.cfg,
             mesh=shape,
             chip=self.chip,
-            specs=param_specs(self.cfg, self.backend.dtype, self.backend.weights),
+            specs=backend_specs(self.cfg, self.backend),
             token_bytes=found.memory.page_bytes / page,
             lies=lambda axes: group_along(of, devices, shape, axes),
             rungs=scheduler.decode_rows,

@@ -74,21 +74,26 @@ def weight_shapes(cfg: ModelConfig, backend: Backend) -> Weights[jax.ShapeDtypeS
 
 
 def backend_specs(cfg: ModelConfig, backend: Backend) -> Weights[ParamSpec]:
-    """What a backend has of each weight: values of 4 bits as int8 where XLA:CPU runs the products.
+    """What a backend has of each weight: values of 4 bits as int8 where XLA:CPU runs products, and scales of float16
+    as float32 on GPU and TPU, whose kernels know no float16. Both are exact.
 
     A program that was compiled ahead (JAX 0.10.2, CPU) refuses arrays of int4: it asks for a layout of 4 bits, and
     theirs says 0.
     """
     specs = param_specs(cfg, backend.dtype, backend.weights, backend.forms)
     is_cpu = backend.device is None or platform_of(backend.device) == "cpu"
-    if not is_cpu or backend.kernels.implementation is Implementation.CPU:
-        return specs
-    found: Weights[ParamSpec] = jax.tree.map(_in_bytes, specs)
+    implementation = backend.kernels.implementation
+    values = {"values": "int8"} if is_cpu else {}
+    scale = {} if is_cpu and implementation in (Implementation.REFERENCE, Implementation.CPU) else {"scale": "float32"}
+
+    def had(spec: ParamSpec) -> ParamSpec:
+        # Of CPU kernels only tiles stay as they are: products with experts run by XLA.
+        if spec.form is None or is_tiled(spec, backend.kernels):
+            return spec
+        return replace(spec, form=replace(spec.form, **values, **scale))
+
+    found: Weights[ParamSpec] = jax.tree.map(had, specs)
     return found
-
-
-def _in_bytes(spec: ParamSpec) -> ParamSpec:
-    return spec if spec.form is None else replace(spec, form=replace(spec.form, values="int8"))
 
 
 def _refuse_cut(spec: ParamSpec, cut: PartitionSpec, stage: str | None) -> None:

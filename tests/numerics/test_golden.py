@@ -11,9 +11,9 @@ from headrace.model.load import load_model
 from headrace.serving.app.offline import Completion
 from tests.numerics.forced import ForcedDecoder
 from tests.numerics.golden import (
-    INT16_LOGPROB_TOLERANCE,
     LOGPROB_TOLERANCE,
     MAX_FLIP_SHARE,
+    TOLERANCE_OF,
     Flip,
     Reference,
     find_flips,
@@ -40,10 +40,6 @@ def llm(request: pytest.FixtureRequest, smollm2_path: Path) -> LLM:
     if request.param == "reference":
         return LLM(str(smollm2_path), attention="reference")
     return LLM(str(smollm2_path), attention="cpu", activations=request.param)
-
-
-def tolerance_of(llm: LLM) -> float:
-    return INT16_LOGPROB_TOLERANCE if llm.activations == "int16" else LOGPROB_TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +94,7 @@ def test_every_logprob_under_the_references_own_prefix(
         found = [entry.chosen for entry in completion.logprobs[:same]]
         prefix = [*reference.prompt_ids, *reference.ids[:same]]
         found += [entry.chosen for entry in llm.score(prefix, reference.ids[same:])]
-        assert_near(found, reference, tolerance_of(llm))
+        assert_near(found, reference, TOLERANCE_OF[llm.activations])
 
 
 def test_every_logprob_of_whole_chunks(smollm2_path: Path) -> None:

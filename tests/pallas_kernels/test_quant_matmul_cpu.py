@@ -137,6 +137,33 @@ class TestFused:
             out = fused(x, (stack,), norm=Rms(jnp.asarray(scales), EPS), layer=jnp.int32(i), mode=mode)
             np.testing.assert_array_equal(out, right)
 
+    def test_marked_padding_gives_0_and_changes_no_other_row(self, mode: Activations) -> None:
+        rng = np.random.default_rng(9)
+        weight = on_device(tiled(random_weight(rng, Form(bits=8), 96, 70)))
+        norm = Rms(jnp.asarray(rng.uniform(0.5, 2, 96).astype(np.float32)), EPS)
+        for rows in (1, 2, 5, 17, 64, 150):
+            x, residual = inputs(rng, rows, 96), inputs(rng, rows, 70)
+            for is_real in (np.arange(rows) < rows // 2, rng.random(rows) < 0.5, np.ones(rows, bool)):
+                whole = api.fused_matmul(x, (weight,), norm=norm, residual_MN=residual, kernels=kernels(mode))
+                spoiled = np.where(is_real[:, None], x, np.float32(np.nan))
+                real_M = jnp.asarray(is_real)
+                out = api.fused_matmul(
+                    spoiled, (weight,), norm=norm, residual_MN=residual, real_M=real_M, kernels=kernels(mode)
+                )
+                np.testing.assert_array_equal(out, np.where(is_real[:, None], whole, np.float32(0)))
+                best = api.best_column(x, weight, norm=norm, kernels=kernels(mode))
+                found = api.best_column(spoiled, weight, norm=norm, real_M=real_M, kernels=kernels(mode))
+                for mine, theirs, of_padding in zip(found, best, (0, 0, True), strict=True):
+                    np.testing.assert_array_equal(mine, np.where(is_real, theirs, of_padding))
+
+    def test_marks_of_another_number_of_rows_are_refused(self, mode: Activations) -> None:
+        weight = on_device(tiled(random_weight(np.random.default_rng(9), Form(bits=8), 96, 70)))
+        x, real_M = jnp.ones((3, 96)), jnp.ones(2, bool)
+        with pytest.raises(UnsupportedCase, match="marks of shape .2,. for 3 rows"):
+            api.fused_matmul(x, (weight,), real_M=real_M, kernels=kernels(mode))
+        with pytest.raises(UnsupportedCase, match="marks of shape .2,. for 3 rows"):
+            api.best_column(x, weight, real_M=real_M, kernels=kernels(mode))
+
     def test_values_that_are_not_finite_stay_in_their_row(self, mode: Activations) -> None:
         rng = np.random.default_rng(8)
         weight, x = on_device(tiled(random_weight(rng, Form(bits=8), 96, 200))), inputs(rng, 12, 96)

@@ -5,12 +5,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 import pytest
+from gguf.constants import GGMLQuantizationType
 from rich.console import Console
 
+from headrace.model.init import init_weights
 from headrace.model.published.configurations import published_config
+from headrace.model.specs import WeightScheme
 from headrace.pallas_kernels.chips import CHIPS
+from headrace.pallas_kernels.types import Implementation, Kernels
 from headrace.serving.app import plan as plan_module
 from headrace.serving.app.build import EngineOptions
 from headrace.serving.app.plan import (
@@ -38,10 +45,14 @@ from headrace.serving.app.plan_types import (
     StepCost,
     Workload,
 )
-from headrace.serving.app.plan_worker import compiler_says, misfit
+from headrace.serving.app.plan_worker import as_served, compiler_says, device_bytes, misfit, weights_text
 from headrace.serving.core.errors import ConfigError
 from headrace.serving.core.kv_memory import DeviceMemory
+from headrace.serving.runner.backend import Backend
+from headrace.serving.runner.forms import with_forms
+from headrace.serving.runner.weights import weight_shapes
 from headrace.sharding.slices import parse_slice
+from tests.model.tiny import TINY, write_gguf
 
 LLAMA, QWEN_MOE = published_config("llama-3.1-8b"), published_config("qwen3-30b-a3b")
 WORK = Workload(prompt=1024, output=256)
@@ -231,6 +242,19 @@ def test_a_compiler_that_dies_ends_its_own_rows(
         (lost,) = compilers.compile(JOB).rows
     assert (lost.topology, lost.mesh, lost.misfit) == ("v6e:2x4", "data=2,tensor=4", says)
     assert how_it_ended(-250) == "was ended by signal 250"
+
+
+def test_weights_of_a_gguf_file_are_planned_as_they_are_served(tmp_path: Path) -> None:
+    cfg = replace(TINY, ffn_width=128)
+    path = write_gguf(tmp_path / "m.gguf", cfg, init_weights(cfg, 3), GGMLQuantizationType.Q8_0)
+    kernels = Kernels(implementation=Implementation.TPU, chip="v6e")
+    floats = Backend(device=jax.devices("cpu")[0], kernels=kernels, dtype=np.dtype(jnp.bfloat16))
+    served = as_served(floats, str(path))
+    assert served == with_forms(floats, path) and "layers.0.down_FD" in served.forms
+    assert device_bytes(weight_shapes(cfg, served)) < device_bytes(weight_shapes(cfg, floats))
+    assert weights_text(served) == "as the file has them, else bfloat16"
+    assert as_served(floats, "llama-3.1-8b") == floats and weights_text(floats) == "bfloat16"
+    assert weights_text(replace(floats, weights=WeightScheme.INT4)) == "int4"
 
 
 def test_a_compiler_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

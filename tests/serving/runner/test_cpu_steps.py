@@ -93,6 +93,20 @@ def test_greedy_ids_are_the_same_with_and_without_logits(tmp_path: Path, kv_dtyp
     assert ids[0] == ids[1] == ids[2] and all(len(of) == 8 for of in ids[0].values())
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_experts_may_be_rounded_too(scheme: str) -> None:
+    """They have no tiles: XLA multiplies them, and refuses arrays of 4 bits in programs that were compiled ahead."""
+    cfg, weights = MIXTRAL_TINY, init_weights(MIXTRAL_TINY, 3)
+    found = []
+    for attention in ("reference", "cpu"):
+        backend = choose_backend(CPU, Wishes(attention=attention, weights=scheme))
+        backend = replace(backend, kernels=replace(backend.kernels, activations=Activations.EXACT))
+        model = placed(LoadedModel(config=cfg, weights=weights, model_hash="0" * 64), backend)
+        events = outputs(model, backend, GREEDY)
+        found.append({n: [event.token_id for event in of] for n, of in events.items()})
+    assert found[0] == found[1] and all(len(ids) == 8 for ids in found[0].values())
+
+
 def test_int8_activations_run_and_are_another_kernel(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", CFG, init_weights(CFG, 3), gguf.GGMLQuantizationType.Q4_1)
     backend = backend_of(path, activations="int8")

@@ -191,6 +191,18 @@ def test_rounded_weights_lie_in_tiles_too(tmp_path: Path, scheme: WeightScheme) 
     assert isinstance(model.weights.layers[1].down_FD, TiledQuant) == (scheme is WeightScheme.INT8)
 
 
+def test_rounded_weights_have_no_float16_on_accelerators(tmp_path: Path) -> None:
+    path = write_hf(tmp_path, CFG, init_weights(CFG, 3))
+    on_cpu, on_tpu = (
+        load_placed(path, replace(backend, weights=WeightScheme.INT4, scan_layers=False)).weights.layers[0].down_FD
+        for backend in (REFERENCE, TPU)
+    )
+    assert isinstance(on_cpu, GroupQuant) and isinstance(on_tpu, GroupQuant)
+    assert (on_cpu.scale_GN.dtype, on_tpu.scale_GN.dtype) == (np.float16, np.float32)
+    assert np.array_equal(np.asarray(on_tpu.scale_GN), np.asarray(on_cpu.scale_GN, np.float32))
+    assert np.array_equal(on_tpu.values_KN, on_cpu.values_KN)
+
+
 def test_host_weights_that_kept_their_forms_go_to_any_back_end(tmp_path: Path) -> None:
     from headrace.serving.runner.load import placed
 
