@@ -63,7 +63,7 @@ def test_columns_are_those_of_the_weight(weight: GroupQuant, data: st.DataObject
 def test_a_column_that_is_not_there() -> None:
     weight = on_device(tiled(random_weight(np.random.default_rng(0), Form(bits=8), 64, 20)))
     for index in (-1, 20):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="outside of the 20"):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="outside of the 20"):
             api.columns(weight, jnp.asarray([3, index], jnp.int32), kernels=Kernels(implementation=Implementation.CPU))
 
 
