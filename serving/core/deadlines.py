@@ -55,7 +55,7 @@ def least_service_s(sequence: Sequence, tenancies: Tenancies) -> float:
     cost, stop = tenancies.cost, sequence.request.stop
     num_cached = max(lane.memory.num_cached_tokens(sequence) for lane in tenancies.lanes)
     num_outputs = max(1, stop.min_tokens) if stop.stop_token_ids else stop.max_tokens
-    return (sequence.num_tokens - num_cached) * cost.prefill_token_s + (num_outputs - 1) * cost.decode_s
+    return (sequence.num_tokens - num_cached) * cost.least_prefill_token_s + (num_outputs - 1) * cost.decode_s
 
 
 def refuse_late(sequence: Sequence, tenancies: Tenancies, now_s: float) -> Rejection | None:

@@ -2,7 +2,8 @@
 
 A step occupies the device from when the one before it was done, or from when it was planned if nothing ran, until its
 result is there. Programs have fixed shapes: a decode step costs what its program costs, a mixed one what its program
-costs and, for attention, something for each pair of a new token and a position before it.
+costs and, for attention, something for each pair of a new token and a position before it. Kernels that skip padding
+make a program that is half empty cheaper, so what a prompt token costs is learned from the tokens that were read.
 """
 
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class StepCost:
         self._covariance = 0.0
         self._last_result_s: float | None = None
         self._last_rung = 0
+        self._reading_s = 0.0
+        self._read_tokens = 0.0
         self.decode_s = 0.0
         self.page_s = config.swap_page_s / 2
 
@@ -58,7 +61,12 @@ class StepCost:
 
     @property
     def prefill_token_s(self) -> float:
-        """What a prompt token adds to a step, by the largest program that was measured; 0 while none was."""
+        """What a prompt token added to the last ten or so steps that read any; 0 while none did."""
+        return self._reading_s / self._read_tokens if self._read_tokens else 0.0
+
+    @property
+    def least_prefill_token_s(self) -> float:
+        """What a prompt token adds to a full step, by the largest program that was measured; 0 while none was."""
         if not self._mixed:
             return 0.0
         tokens = max(self._mixed)
@@ -79,6 +87,7 @@ class StepCost:
         elif plan.bucket.kind is ProgramKind.DECODE:
             self._learn_decode(plan.bucket.decode_rows, seconds)
         else:
+            self._learn_reading(plan, seconds)
             self._learn_mixed(plan.bucket.prefill_tokens, attention_pairs(plan), seconds)
             if plan.decode:
                 self._last_rung = self._config.prefill_tokens.index(plan.bucket.prefill_tokens)
@@ -122,6 +131,18 @@ class StepCost:
     def _learn_decode(self, rows: int, seconds: float) -> None:
         self._decode[rows] = _Mean(_moved(self._decode.get(rows), seconds))
         self.decode_s = self._decode[rows].seconds
+
+    def _learn_reading(self, plan: StepPlan, seconds: float) -> None:
+        """Sums of steps: a quotient of sums is not drawn up by steps that read next to nothing."""
+        expected_s = self.mixed_s(plan.bucket.prefill_tokens, attention_pairs(plan))
+        if expected_s is not None:
+            seconds = min(seconds, MAX_SURPRISE * expected_s)
+        # Without a decode step to compare with, the rows of the program are counted with its tokens.
+        reading_s = max(0.0, seconds - min(self.decode_s, 0.9 * seconds))
+        read = sum(len(segment.token_ids) for segment in plan.prefill)
+        weight = SMOOTHING if self._read_tokens else 1.0
+        self._reading_s += weight * (reading_s - self._reading_s)
+        self._read_tokens += weight * (read - self._read_tokens)
 
     def _learn_mixed(self, tokens: int, pairs: int, seconds: float) -> None:
         mean = self._mixed.get(tokens)

@@ -9,13 +9,13 @@ CONFIG = make_config(
 )
 
 
-def plan(tokens: int = 0, start: int = 0, copies: int = 0) -> StepPlan:
+def plan(tokens: int = 0, start: int = 0, copies: int = 0, program: int | None = None) -> StepPlan:
     slot = SlotRef(0, 1)
     row = DecodeRow(slot=slot, position=1, input_token=1, page_ids=(1,), output_index=1)
     segment = PrefillSegment(
         slot=SlotRef(1, 1), start=start, token_ids=(1,) * tokens, page_ids=(), samples=False, output_index=0
     )
-    bucket = Bucket(ProgramKind.MIXED, 4, tokens) if tokens else Bucket(ProgramKind.DECODE, 4)
+    bucket = Bucket(ProgramKind.MIXED, 4, program or tokens) if tokens else Bucket(ProgramKind.DECODE, 4)
     return StepPlan(
         step_id=0,
         bucket=bucket,
@@ -33,11 +33,13 @@ class Machine:
         self.cost, self.decode_s, self.token_s, self.pair_s = cost, decode_s, token_s, pair_s
         self.now_s = self.planned_s = 100.0
 
-    def run(self, tokens: int = 0, start: int = 0, copies: int = 0, slow: float = 1.0) -> None:
+    def run(
+        self, tokens: int = 0, start: int = 0, copies: int = 0, slow: float = 1.0, program: int | None = None
+    ) -> None:
         seconds = self.decode_s + self.token_s * tokens + self.pair_s * tokens * start + 0.01 * copies
         planned_s, self.planned_s = self.planned_s, self.now_s
         self.now_s += slow * seconds
-        self.cost.learn(plan(tokens, start, copies), planned_s, self.now_s)
+        self.cost.learn(plan(tokens, start, copies, program), planned_s, self.now_s)
 
 
 def test_without_an_objective_the_budget_is_the_chunk() -> None:
@@ -52,6 +54,22 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
         machine.run(64)
     assert cost.decode_s == pytest.approx(0.05)
     assert cost.prefill_token_s == pytest.approx(0.002)
+
+
+def test_a_prompt_token_costs_what_those_that_were_read_cost() -> None:
+    """Of kernels that skip padding: 10 tokens in a program of 64 take the time of 10."""
+    cost = StepCost(CONFIG)
+    machine = Machine(cost)
+    for _ in range(4):
+        machine.run()
+        machine.run(10, program=64)
+    assert cost.prefill_token_s == pytest.approx(0.002)
+    assert cost.least_prefill_token_s == pytest.approx(0.002 * 10 / 64)
+    for _ in range(40):
+        machine.token_s = 0.004
+        machine.run()
+        machine.run(40, program=64)
+    assert cost.prefill_token_s == pytest.approx(0.004, rel=0.01)
 
 
 def test_an_idle_time_is_no_step() -> None:
