@@ -54,6 +54,19 @@ def test_files_are_short_and_finished(path: Path) -> None:
     assert path.stem not in BANNED_MODULES
 
 
+CPP_FILES = sorted(
+    path for folder in ("pallas_kernels", "tests") for end in ("cc", "h") for path in (ROOT / folder).rglob(f"*.{end}")
+)
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=by_path)
+def test_cpp_files_are_short_too(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("//") and len(lines) <= MAX_FILE_LINES
+    assert not [number for number, line in enumerate(lines, 1) if len(line) > 120]
+    assert not UNFINISHED.search("\n".join(lines))
+
+
 @pytest.mark.parametrize("path", python_files(*SHIPPED, "scripts"), ids=by_path)
 def test_functions_are_short(path: Path) -> None:
     limit = MAX_KERNEL_LINES if is_kernel(path) else MAX_FUNCTION_LINES

@@ -60,8 +60,17 @@ class Job:
 
 
 def default_cache() -> Path:
-    """``~/.cache/headrace/native`` on Linux; the platform's own place elsewhere."""
-    return platformdirs.user_cache_path("headrace") / "native"
+    """``~/.cache/headrace/native`` on Linux, or below XDG_CACHE_HOME; the platform's own place elsewhere.
+
+    Raises: BuildError: the user has no home directory.
+    """
+    try:
+        place = platformdirs.user_cache_path("headrace")
+    except RuntimeError:  # there is neither HOME nor an entry of the user
+        place = Path("~")
+    if not place.is_absolute():  # what other versions of platformdirs make of it
+        raise BuildError("this user has no home directory for compiled CPU kernels: set HOME or XDG_CACHE_HOME")
+    return place / "native"
 
 
 def sources(root: Path = ROOT) -> list[Path]:
@@ -140,7 +149,9 @@ def built(
     try:
         version = cache.find(directory, key)
     except OSError as error:
-        raise BuildError(f"the cache {directory} cannot be read: {error.strerror or error}") from error
+        raise BuildError(
+            f"the cache {directory} cannot be read: {error.strerror or error}; give {cache.OTHER}"
+        ) from error
     if version is not None:
         return version
     work = jobs(isas, root)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -24,7 +25,11 @@ LIBRARY = "headrace_kernels.so"
 RECORD = "headrace_kernels.json"
 KEPT_VERSIONS = 4
 LOCK_WAIT_S = 600.0
+OTHER = "another cache directory (XDG_CACHE_HOME)"
+"""A remedy. The server has no option of its own for it."""
 _PARTIAL = ".build-"
+_KEY = re.compile(r"[0-9a-f]{20}")
+"""Of folders that are ours: another program's, or a user's, may lie beside them and are never touched."""
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 log = logging.getLogger("headrace.native")
@@ -63,7 +68,6 @@ def make(directory: Path, key: str, fill: Callable[[Path], dict[str, Any]], wait
     try:
         _make_private(directory)
         check_owned(directory)
-        directory.chmod(0o700)
         with _locked(directory, waiting):
             if (version := find(directory, key)) is not None:
                 return version
@@ -81,8 +85,7 @@ def make(directory: Path, key: str, fill: Callable[[Path], dict[str, Any]], wait
             version = find(directory, key)
     except OSError as error:
         raise BuildError(
-            f"the CPU kernels cannot be kept in {directory}: {error.strerror or error}; make room or give another "
-            f"cache directory"
+            f"the CPU kernels cannot be kept in {directory}: {error.strerror or error}; make room or give {OTHER}"
         ) from error
     if version is None:
         raise BuildError(f"the library in {directory / key} changed right after it was compiled; is the disk in order?")
@@ -124,7 +127,7 @@ def check_owned(path: Path) -> None:
     """Raises BuildError: another user than the process' own owns the file or folder, or others may write it, or
     could put another in its place. OSError: it is not there."""
     status = path.lstat()
-    remedy = "remove it, or give another cache directory"
+    remedy = f"remove it, or give {OTHER}"
     if stat.S_ISLNK(status.st_mode):
         if path.is_dir() and status.st_uid == os.geteuid():
             check_owned(path.resolve())
@@ -144,7 +147,7 @@ def check_owned(path: Path) -> None:
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise BuildError(
                 f"{parent} may be written by every user (mode {stat.S_IMODE(mode):04o}), who could replace {path}, and "
-                f"code would be loaded from there: give another cache directory"
+                f"code would be loaded from there: give {OTHER}"
             )
 
 
@@ -169,7 +172,13 @@ def _mark_used(folder: Path) -> None:
 
 
 def _prune(directory: Path, keep: str) -> None:
-    versions = [path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    versions = [
+        path
+        for path in directory.iterdir()
+        if _KEY.fullmatch(path.name)
+        and path.is_dir()
+        and {RECORD, LIBRARY} >= {inside.name for inside in path.iterdir()}
+    ]
     others = sorted((path for path in versions if path.name != keep), key=lambda path: path.stat().st_mtime_ns)
     for old in others[: max(0, len(versions) - KEPT_VERSIONS)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -193,7 +202,7 @@ class _locked:
         except Timeout:
             raise BuildError(
                 f"another process has held {self._lock.lock_file} for {LOCK_WAIT_S / 60:.0f} minutes; end it, or give "
-                f"another cache directory"
+                f"{OTHER}"
             ) from None
 
     def __exit__(self, *_: object) -> None:

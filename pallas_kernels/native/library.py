@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from headrace.pallas_kernels.native.build import Progress, built, no_progress
+from headrace.pallas_kernels.native.cache import OTHER
 from headrace.pallas_kernels.native.compiler import BuildError
 
 PLATFORM = "cpu"
@@ -78,7 +79,7 @@ def _registered(path: Path) -> ctypes.CDLL:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(
-            f"{path} cannot be loaded ({error}); is its file system mounted noexec? Give another cache directory"
+            f"{path} cannot be loaded ({error}); is its file system mounted noexec? Give {OTHER}"
         ) from error
     handle.HeadraceIsa.argtypes, handle.HeadraceIsa.restype = (), ctypes.c_char_p
     handle.HeadraceUseIsa.argtypes, handle.HeadraceUseIsa.restype = (ctypes.c_char_p,), ctypes.c_int

@@ -262,6 +262,19 @@ class TestRefusals:
             np.ones((2, 128), np.float32), (self.weight,), norm=norm, is_gated=True
         )
 
+    def test_a_norm_that_does_not_fit(self) -> None:
+        x, stack = jnp.ones((2, 64)), replace(self.weight, blocks_NGU=self.weight.blocks_NGU[None])
+        for scale, layer in ((jnp.ones(63), None), (jnp.ones(64, jnp.bfloat16), None), (jnp.ones(64), 0)):
+            weight = self.weight if layer is None else stack
+            assert f"a norm of {scale.dtype}" in self.refused(x, (weight,), norm=Rms(scale, EPS), layer=layer)
+        with pytest.raises(UnsupportedCase, match="a norm of float32 .63"):
+            cpu.best_column(x, self.weight, Rms(jnp.ones(63), EPS), kernels(Activations.EXACT))
+
+    def test_columns_are_named_by_int32_of_one_axis(self) -> None:
+        for index in (jnp.zeros(2, jnp.uint32), jnp.zeros((2, 1), jnp.int32)):
+            with pytest.raises(UnsupportedCase, match=f"columns named by {index.dtype}"):
+                cpu.columns(self.weight, index, kernels(Activations.EXACT))
+
     def test_the_library_checks_again(self) -> None:
         x = np.ones((2, 64), np.float32)
         for change, why in (

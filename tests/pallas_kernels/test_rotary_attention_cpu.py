@@ -256,3 +256,12 @@ class TestRefusals:
             api.rotary_attention(
                 rotary.qkv_TX, rotary.cos_TH, rotary.sin_TH, pool, 0, rotary.meta, AttentionSpec(scale=1.0), kernels=CPU
             )
+
+    @pytest.mark.parametrize("window", [0, -3])
+    def test_a_window_of_no_tokens(self, window: int) -> None:
+        rotary = Rotary(self.case)
+        spec = AttentionSpec(scale=1.0, window=window)
+        with pytest.raises(UnsupportedCase, match=f"a window of {window} tokens"):
+            api.rotary_attention(
+                rotary.qkv_TX, rotary.cos_TH, rotary.sin_TH, rotary.inputs.pool, 0, rotary.meta, spec, kernels=CPU
+            )

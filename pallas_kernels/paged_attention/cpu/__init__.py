@@ -32,6 +32,8 @@ def rotary_attention(
     Padding rows and the padding tokens of a block give 0 and write nothing. An index that is out of range ends the
     program with an error (INVALID_ARGUMENT) that names it, before anything is written.
     """
+    if spec.window is not None and spec.window < 1:
+        raise UnsupportedCase(f"a window of {spec.window} tokens; 1 or more, or None")
     num_heads = _checked_heads(qkv_TX, cos_TH, sin_TH, pool, meta, sinks_N)
     library.load()
     empty = jnp.zeros((0,), jnp.float32)

@@ -296,7 +296,7 @@ void DrawBlock(const Step& step, const Tile& tile, int kv, int block, int first,
 template <class T>
 void ReadBlock(const Step& step, const Tile& tile, int kv, int block, int first, int last, Work& work) {
   const int width = step.head_dim, stride = 2 * width, padded = padded_of(step);
-  const bool in_place = sizeof(T) == 4 && width % kLanes == 0;
+  const bool in_place = sizeof(T) == 4 && width == padded;  // else the last vectors reach behind a value, or the pool
   DrawBlock<T>(step, tile, kv, block, first, last);
   for (int j = first & ~7; j < last; j += 8) {  // eight tokens share a page
     const int token = block * kBlock + j, offset = token % step.page_tokens;

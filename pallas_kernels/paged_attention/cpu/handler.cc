@@ -50,8 +50,10 @@ ffi::Error Impl(ffi::ThreadPool pool, Floats qkv, Floats cos, Floats sin, ffi::A
     case ffi::S8: step.stored = Stored::kInt8; break;
     default: return Refused("pages of this type");
   }
-  if (step.head_dim % 8 || step.head_dim < 8 || step.head_dim > kMaxHeadDim || step.page_tokens % 8 || !step.kv_heads ||
-      width != int64_t(step.heads) * step.head_dim || step.heads % step.kv_heads || group_of(step) > kMaxGroup ||
+  if (window < 0) return Refused("window " + std::to_string(window) + "; 1 or more, or 0 for none");
+  if (shape[3] % 2 || step.head_dim % 8 || step.head_dim < 8 || step.head_dim > kMaxHeadDim || step.page_tokens % 8 ||
+      !step.kv_heads || width != int64_t(step.heads) * step.head_dim || step.heads % step.kv_heads ||
+      group_of(step) > kMaxGroup ||
       qkv.dimensions()[1] != int64_t(step.heads + 2 * step.kv_heads) * step.head_dim ||
       out->dimensions()[0] != tokens || int64_t(cos.element_count()) != tokens * step.head_dim / 2 ||
       int64_t(sin.element_count()) != tokens * step.head_dim / 2 || (step.stored == Stored::kInt8) != !!step.scales ||

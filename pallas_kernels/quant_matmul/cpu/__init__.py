@@ -36,6 +36,7 @@ def fused_matmul(
         raise UnsupportedCase("a norm of a gated input; it is one or the other")
     for weight in weights:
         _check(x_MK, weight, is_gated, lead=0 if layer is None else 1)
+        _check_norm(norm, weight, lead=0 if layer is None else 1)
     shape = (x_MK.shape[0], sum(weight.num_columns for weight in weights))
     if residual_MN is not None and (residual_MN.shape != shape or residual_MN.dtype != jnp.float32):
         raise UnsupportedCase(f"a residual of {residual_MN.dtype} {residual_MN.shape} for a result of float32 {shape}")
@@ -62,6 +63,7 @@ def best_column(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``headrace.pallas_kernels.api.best_column``."""
     _check(x_MK, weight, is_gated=False, lead=0)
+    _check_norm(norm, weight, lead=0)
     rows = x_MK.shape[:1]
     library.load()
     call = jax.ffi.ffi_call(
@@ -85,6 +87,8 @@ def columns(weight: TiledQuant, index_T: jax.Array, kernels: Kernels) -> jax.Arr
     """See ``headrace.pallas_kernels.api.columns``."""
     del kernels  # the same in every mode
     _check_blocks(weight, lead=0)
+    if index_T.dtype != jnp.int32 or index_T.ndim != 1:
+        raise UnsupportedCase(f"columns named by {index_T.dtype} of shape {index_T.shape}; int32 of one axis")
     library.load()
     shape = (*index_T.shape, weight.num_rows)
     call = jax.ffi.ffi_call("HeadraceColumns", jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -111,6 +115,17 @@ def _check(x_MK: jax.Array, weight: TiledQuant, is_gated: bool, lead: int) -> No
         gated = " with gates" if is_gated else ""
         raise UnsupportedCase(f"a weight of shape {weight.shape} does not fit inputs{gated} of shape {x_MK.shape}")
     _check_blocks(weight, lead)
+
+
+def _check_norm(norm: Rms | None, weight: TiledQuant, lead: int) -> None:
+    if norm is None:
+        return
+    scale = norm.scale_D
+    if scale.dtype != jnp.float32 or scale.shape[lead:] != (weight.num_rows,):
+        raise UnsupportedCase(
+            f"a norm of {scale.dtype} {scale.shape} for inputs of {weight.num_rows} values"
+            f"{' of one of the layers' if lead else ''}; float32"
+        )
 
 
 def _check_blocks(weight: TiledQuant, lead: int) -> None:

@@ -104,8 +104,8 @@ struct Pool {
 };
 
 ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, ffi::Buffer<ffi::S32> real,
-                       ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs blocks, ffi::ResultBuffer<ffi::F32> out, Attribute forms, bool is_stacked,
-                       bool is_gated, float eps, int64_t mode) {
+                       ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs blocks, ffi::ResultBuffer<ffi::F32> out,
+                       Attribute forms, bool is_stacked, bool is_gated, float eps, int64_t mode) {
   const size_t count = blocks.size();
   if (count < 1 || count > kMaxWeights || forms.size() != count * kFormNumbers)
     return Invalid(std::to_string(count) + " weights with " + std::to_string(forms.size()) +
@@ -146,8 +146,9 @@ ffi::Error FusedMatmul(ffi::ThreadPool threads, F32 x, F32 norm, F32 residual, f
 }
 
 ffi::Error BestOfColumns(ffi::ThreadPool threads, F32 x, F32 norm, ffi::Buffer<ffi::S32> real,
-                         ffi::Buffer<ffi::U8> blocks, ffi::ResultBuffer<ffi::S32> column, ffi::ResultBuffer<ffi::F32> value,
-                         ffi::ResultBuffer<ffi::PRED> is_finite, Attribute form, float eps, int64_t mode) {
+                         ffi::Buffer<ffi::U8> blocks, ffi::ResultBuffer<ffi::S32> column,
+                         ffi::ResultBuffer<ffi::F32> value, ffi::ResultBuffer<ffi::PRED> is_finite, Attribute form,
+                         float eps, int64_t mode) {
   if (form.size() != kFormNumbers) return Invalid(std::to_string(form.size()) + " numbers of a form");
   const MicroKernels* kernels;
   if (ffi::Error error = ReadKernels(mode, kernels); error.failure()) return error;

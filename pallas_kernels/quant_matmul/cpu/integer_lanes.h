@@ -16,16 +16,8 @@
 #include <cstring>
 
 #include "quant_matmul/cpu/integer_kernels.h"
+#include "quant_matmul/cpu/keep.h"
 
-// Pins a value in a register at this point. GCC 12 otherwise hoists products of a group before the first addition
-// and spills them: half the rate.
-#if defined(HEADRACE_ISA_AVX512)
-#define HEADRACE_KEEP(value) asm volatile("" : "+v"(value))
-#elif defined(HEADRACE_ISA_NEON)
-#define HEADRACE_KEEP(value) asm volatile("" : "+w"(value))
-#else
-#define HEADRACE_KEEP(value) asm volatile("" : "+x"(value))
-#endif
 #define HEADRACE_INLINE inline __attribute__((always_inline))
 
 namespace headrace::quant::HEADRACE_ISA {

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "quant_matmul/cpu/keep.h"
+
 // GCC 12 sees an uninitialized value in its own headers (_mm512_undefined_ps, fully masked out).
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -44,7 +46,6 @@ template <int kBits>
 inline F Field(I p, int shift) {
   return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(p, shift), _mm512_set1_epi32((1 << kBits) - 1)));
 }
-#define HEADRACE_KEEP(v) asm volatile("" : "+v"(v))
 
 #elif defined(HEADRACE_ISA_AVX2)
 
@@ -72,7 +73,6 @@ template <int kBits>
 inline F Field(I p, int shift) {
   return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(p, shift), _mm256_set1_epi32((1 << kBits) - 1)));
 }
-#define HEADRACE_KEEP(v) asm volatile("" : "+x"(v))
 
 #elif defined(HEADRACE_ISA_NEON)
 
@@ -99,7 +99,6 @@ template <int kBits>
 inline F Field(I p, int shift) {
   return vcvtq_f32_u32(vandq_u32(vshlq_u32(p, vdupq_n_s32(-shift)), vdupq_n_u32((1u << kBits) - 1)));
 }
-#define HEADRACE_KEEP(v) asm volatile("" : "+w"(v))
 
 #endif
 

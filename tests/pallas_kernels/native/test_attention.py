@@ -32,6 +32,12 @@ def test_sanitizers_find_nothing(sanitizer: str) -> None:
     assert "equal" in done.stdout
 
 
+def test_nothing_behind_the_pool_is_read() -> None:
+    done = run_driver("attention_edge_driver.cc", ADDRESS, sources=SOURCES)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "done" in done.stdout
+
+
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_the_driver_finds_what_is_planted(fault: str | None, tmp_path: Path) -> None:
     root = tmp_path / "kernels"

@@ -72,7 +72,7 @@ def test_what_others_may_write_is_refused(place: Place, which: str) -> None:
     for bit in (0o020, 0o002):
         mode = path.stat().st_mode & 0o777
         path.chmod(mode | bit)
-        with pytest.raises(BuildError, match="may be written by other users .*remove it, or give another cache"):
+        with pytest.raises(BuildError, match="may be written by other users .*remove it, or give another cache .*XDG"):
             place.built()
         path.chmod(mode)
     place.built()
@@ -154,6 +154,30 @@ def test_old_versions_go_and_the_used_ones_stay(place: Place) -> None:
     kept = {path.name for path in place.cache.iterdir() if path.is_dir()}
     assert len(kept) == cache.KEPT_VERSIONS
     assert {first.name, latest.name} <= kept
+
+
+def test_what_is_not_a_version_stays(place: Place) -> None:
+    place.cache.mkdir(parents=True, mode=0o750)
+    others = [place.cache / name for name in ("photos", "thesis", "src", "mail", "0" * 20, "f" * 19)]
+    for folder in others:
+        folder.mkdir()
+        (folder / "work").write_text("of years")
+        os.utime(folder, ns=(0, 0))
+    (place.cache / ("1" * 20)).write_text("a file")
+    for number in range(cache.KEPT_VERSIONS + 1):
+        make_root(place.folder, SOURCE.replace("42", str(number)))
+        place.built()
+    assert [(folder / "work").read_text() for folder in others] == ["of years"] * len(others)
+    assert sum((path / cache.LIBRARY).exists() for path in place.cache.iterdir()) == cache.KEPT_VERSIONS
+    assert place.cache.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no entry of the user either
+    with pytest.raises(BuildError, match="no home directory .*set HOME or XDG_CACHE_HOME"):
+        build.default_cache()
 
 
 def test_two_processes_at_once_compile_once(tmp_path: Path) -> None:
