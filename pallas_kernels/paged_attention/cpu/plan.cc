@@ -1,3 +1,4 @@
+// How a step is cut into tiles and items, which of its indices are refused, and how the items run.
 #include "paged_attention/cpu/plan.h"
 
 #include <algorithm>
