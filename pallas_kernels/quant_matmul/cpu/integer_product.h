@@ -137,6 +137,7 @@ __attribute__((noinline)) void FewRows(const Blocks& w, const Records& x, float*
     Fetch<kBits, kGroup, 1>(w, g * w.block_bytes);
 #pragma GCC unroll 4
     for (int part = 0; part < kParts; part++) {
+      asm volatile("" : "+r"(records));  // or GCC keeps activations of the first part for the next, on the stack
       const Group group(block, w.tile_bytes, part);
       Lanes::Floats scale[1], offset[1];
       LoadFactors<kAffine, 1>(w, block, part, scale, offset);

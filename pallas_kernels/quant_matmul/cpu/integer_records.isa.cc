@@ -69,8 +69,7 @@ inline int Sum(__m256i values) {
   return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
 }
 
-// 16 int32 as int16, or as int8 of the low or high 16, in order.
-inline __m256i Int16(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8); }
+// 16 int32 as int8, in order.
 inline __m128i Int8(__m256i a, __m256i b) {
   const __m256i words = _mm256_packs_epi32(a, b);  // 0-3 8-11 | 4-7 12-15
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -114,7 +113,7 @@ void PackGroup(const float* x, int zero, uint8_t* record) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kGroup), Int8(high[0], high[1]));
 #else
     // int16 in the order 0 2 1 3 of each four (integer_lanes.h).
-    const __m256i words = Int16(q[i], q[i + 1]);
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[i], q[i + 1]), 0xd8);
     const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
                                            0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(record + 16 * i), _mm256_shuffle_epi8(words, order));
