@@ -145,11 +145,14 @@ class Planner:
         if not tenancies.is_ready(candidate):
             return
         lanes = [lane for lane in tenancies.lanes if self._suits(candidate, lane)]
+        num_yielded = 0
         while all(self._is_full(candidate, lane) for lane in lanes):
             picked = self._pick_yielding(candidate, lanes)
-            if picked is None:
+            # Pages on their way out come with a step, so one goes on: with none there might be no step.
+            if picked is None or (num_yielded and len(tenancies.running) < 2):
                 return
             tenancies.preempt(*picked, now_s)
+            num_yielded += 1
 
     def _pick_yielding(self, candidate: Sequence, lanes: list[Lane]) -> tuple[Sequence, PreemptionReason] | None:
         """Who yields to a candidate that lacks a slot or pages in each of its lanes, and why."""
