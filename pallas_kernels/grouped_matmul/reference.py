@@ -1,4 +1,4 @@
-"""Grouped matmul in plain jnp: defines the semantics, and serves on CPU.
+"""Grouped matmul in plain jnp: defines the semantics, and serves where no kernel runs.
 
 A loop over tiles of rows and the experts that have rows in them. (XLA's ragged_dot multiplies every row with every
 expert on CPU and GPU.) Weights of experts without rows are not touched.

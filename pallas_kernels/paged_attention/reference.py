@@ -1,4 +1,4 @@
-"""Paged attention in plain jnp: defines the semantics, and serves on CPU.
+"""Paged attention in plain jnp: defines the semantics, and serves where no kernel runs.
 
 An online softmax (arXiv:1805.02867) runs over blocks of keys in a loop whose trip count is the real length (or window),
 so there are no context buckets and cost follows what is there. A block that is masked for a row leaves the row's state

@@ -1,4 +1,4 @@
-"""Matmul with a group-quantized weight in plain jnp: defines the semantics, and serves on CPU."""
+"""Matmul with a group-quantized weight in plain jnp: defines the semantics, and serves where no kernel runs."""
 
 import jax
 import jax.numpy as jnp

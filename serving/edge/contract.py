@@ -31,8 +31,7 @@ CONTRACT_HEADER = "x-headrace-contract"
 
 def quantization(ready: Ready) -> dict[str, object]:
     """The exact scheme: how many tensors of which type the files hold, and what becomes of each kind in memory."""
-    served = {name: value for name, value in ready.scheme.items() if name not in ("weights", "activations")}
-    return {"stored": dict(ready.stored_types), "served": served}
+    return {"stored": dict(ready.stored_types), "served": dict(ready.scheme)}
 
 
 class ServedContract:

@@ -10,7 +10,6 @@ import jax
 from headrace.model.config import ModelConfig
 from headrace.model.quant_form import QuantForm
 from headrace.model.specs import ParamSpec, WeightScheme, may_be_quantized
-from headrace.pallas_kernels.types import Implementation
 from headrace.serving.runner.backend import Backend
 from headrace.serving.runner.tiling import is_tiled, tile_form
 from headrace.serving.runner.weights import backend_specs
@@ -40,18 +39,15 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """weights: the choice, as of --weights. activations: of products with quantized weights."""
+    """rounding: how --weights made its integers of what the files hold; None where it did not."""
 
-    weights: str
-    activations: str
+    rounding: str | None
     kinds: tuple[Kind, ...]
 
     def as_json(self) -> dict[str, JsonValue]:
         """Of the contract."""
         return {
-            "weights": self.weights,
-            "activations": self.activations,
-            "rounding": _ROUNDED.get(self.weights),
+            "rounding": self.rounding,
             "kinds": [_kind_json(kind) for kind in self.kinds],
         }
 
@@ -83,8 +79,7 @@ def scheme_of(types: Mapping[str, str], cfg: ModelConfig, backend: Backend, why:
         found[key] += 1
         names.setdefault(key, {})[field] = None
     return Scheme(
-        weights=backend.weights.value,
-        activations=_activations(backend),
+        rounding=_ROUNDED.get(backend.weights.value),
         kinds=tuple(
             Kind(
                 stored=kind.stored,
@@ -124,12 +119,6 @@ def _is_exact(stored: str, served: QuantForm | str, spec: ParamSpec) -> bool:
         return spec.rounded_to is None
     # Products of integers and scales need up to 24 bits; bfloat16 has the range of float32, float16 fits into it.
     return served == "float32" or _FLOATS.get(stored) == 8 or (stored == "MXFP4" and served == "bfloat16")
-
-
-def _activations(backend: Backend) -> str:
-    if backend.kernels.implementation is Implementation.CPU:
-        return backend.kernels.activations.value
-    return "exact"
 
 
 def _kind_json(kind: Kind) -> dict[str, JsonValue]:

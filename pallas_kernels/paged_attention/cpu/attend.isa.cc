@@ -4,7 +4,7 @@
 // values both are sums of a broadcast times a vector, in the order of values and of keys; kRows x kColumns of them stay
 // in registers. A tile of many rows is near a matrix product's speed, one of few reads memory as fast as it comes.
 #include "paged_attention/cpu/attention.h"
-#include "paged_attention/cpu/vector.h"
+#include "native/vector.h"
 
 namespace headrace::HEADRACE_ISA {
 namespace {

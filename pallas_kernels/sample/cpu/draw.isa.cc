@@ -5,7 +5,7 @@
 // thousand ids that are added up after that, so that many equal small weights do not drift.
 #include "sample/cpu/draw.h"
 
-#include "paged_attention/cpu/vector.h"
+#include "native/vector.h"
 
 namespace headrace::HEADRACE_ISA {
 namespace {

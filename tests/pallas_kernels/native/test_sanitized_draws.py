@@ -34,8 +34,6 @@ def test_a_planted_mistake_is_found(fault: str, tmp_path: Path, monkeypatch: pyt
     root = tmp_path / "kernels"
     for folder in ("native", "sample/cpu"):
         shutil.copytree(build.ROOT / folder, root / folder, ignore=shutil.ignore_patterns("prebuilt"))
-    (root / "paged_attention/cpu").mkdir(parents=True)
-    shutil.copy(build.ROOT / "paged_attention/cpu/vector.h", root / "paged_attention/cpu")
     before, after = FAULTS[fault]
     text = (root / KERNEL).read_text()
     assert text.count(before) == 1

@@ -1,4 +1,4 @@
-// The few vector operations that attention needs, once for each instruction set; every lane computes the same bits.
+// The vector operations of attention and the draw, once for each instruction set; every lane computes the same bits.
 // Only for *.isa.cc: everything has internal linkage, so that no linker merges code of two instruction sets.
 #pragma once
 #include <cstdint>
